@@ -1,6 +1,6 @@
 """What the simulator predicts of measurements that others published, and of this project's CPU machine.
 
-    python -m benchmarks.simulator_validation     # writes the table of docs/simulator.md
+    python -m benchmarks.simulator_validation     # writes the table of docs/measurements/simulator.md
 
 All measurements are in benchmarks/simulator, each with its source. tests/cotrain/simulation/test_validation.py holds the
 predictions to their bounds.
@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.system import RooflineCost, System, WorkloadConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "simulator.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measurements" / "simulator.md"
 BEGIN, END = "<!-- table: python -m benchmarks.simulator_validation -->", "<!-- end of table -->"
 
 LEVELS = ("no drafted row", "one drafted row", "and graphs of 128 tokens", "two drafted rows")

@@ -1,4 +1,4 @@
-"""The loop of a run. docs/architecture.md draws it; docs/asynchronous.md describes generation ahead of learning.
+"""The loop of a run. docs/internals/architecture.md draws it; docs/guide/asynchronous.md describes generation ahead of learning.
 
 With stream.max_policy_lag = 0, no group is being generated when weights change. With a larger lag, groups of later steps are
 generated all the time, and engines take weights in the middle of them. Every token carries the versions that generated it.
@@ -64,12 +64,12 @@ class Roles:
 
 @dataclass
 class Records:
-    """Where a run writes what it does."""
+    """The run's output files and trackers."""
 
     metrics: RowFile
     decisions: RowFile
     events: RowFile
-    """What becomes of each group, and when the learners are at work."""
+    """Events of each group, and the times of updates and training rounds."""
     steps: RowFile
     """Engine steps and acceptance, for `cotrain simulate`."""
     tracker: Tracker
@@ -82,7 +82,7 @@ class Controller:
     def __init__(
         self, config: RunConfig, run_dir: RunDir, roles: Roles, prompts: Prompts, records: Records, state: RunState
     ):
-        """state: where the run stands. The roles must have been started from it already."""
+        """state: the progress to continue from. The roles must have been started from it."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
         self.step, self.versions, self._first_state = state.step, state.versions, state
         self.run_seconds = state.seconds
@@ -111,7 +111,7 @@ class Controller:
         self._engine_steps: dict[int, list[StepTotal]] = {}
 
     def run(self) -> bool:
-        """Run all remaining steps. Returns False if it was asked to stop early; the run is saved either way.
+        """Run all remaining steps. Returns False if stopped early; the run is saved either way.
 
         Raises RunFailure before the first step when a checkpoint without its tensors cannot be saved.
         """
@@ -278,7 +278,7 @@ class Controller:
     ) -> Outcome | None:
         """Update the policy. Meanwhile, score the drafters, decide which one serves, and train the drafter.
 
-        With lag, the drafter's training goes on during the next step. Raises DrafterAlarm, once recorded, if one ends the run.
+        With lag, the drafter's training continues during the next step. Raises DrafterAlarm, once recorded, if one ends the run.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
         update = policy.begin("update", rollouts) if self.config.policy.train else None

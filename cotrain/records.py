@@ -159,7 +159,7 @@ class SwapReport:
 
 @dataclass(frozen=True, slots=True)
 class GainReport:
-    """What speculation gained in an engine over its steps since the last report, except steps that compute prompts.
+    """What speculation gained in an engine since the last report, prefill steps excluded.
 
     Reports of several engines add up.
     """
@@ -201,8 +201,8 @@ class StepTotal(NamedTuple):
     """Draft tokens proposed for each request at the end of each step."""
     batch: int
     kind: str
-    """prompts: computes prompts, perhaps beside decoding. steady: only decodes, and verifies as many tokens of each request as
-    it drafts. mixed: only decodes, and verifies other numbers of tokens."""
+    """prompts: prefill, perhaps with decoding. steady: decode-only, verifies as many draft tokens of each request as it drafts.
+    mixed: decode-only, other draft lengths."""
     num_steps: int
     num_tokens: int
     """Tokens generated."""

@@ -1,6 +1,6 @@
 """Acceptance length: mean tokens emitted per verification step, the bonus token included.
 
-It is not a mean over all positions of a text (docs/drafters.md). Draft tokens 1 to k of a start were all accepted with
+It is not a mean over all positions of a text (docs/guide/drafters.md). Draft tokens 1 to k of a start were all accepted with
 probability prod_{j<=k} a_j. For the tokens x that the rollout continues with, a_j = min(1, q_j(x_j) / p_j(x_j)), or with greedy
 drafts 1 if x_j is the drafter's likeliest token and else 0. Each start counts with the probability v that a verification step
 begins there: v(0) = 1, and start s adds to v(s + 1 + a) its v(s) times the probability that exactly a draft tokens are accepted.

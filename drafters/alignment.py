@@ -102,7 +102,7 @@ def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
 def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids: Sequence[int]) -> Tensor:
     """Return [K, S] bool: whether draft position k of a start lies behind the end-of-sequence token of its rollout.
 
-    False for rollouts that end otherwise, for example at a length limit, because their text would go on there.
+    False for rollouts that end otherwise, for example at a length limit, because their text would continue there.
     """
     last = batch.document_ids.bincount().cumsum(0) - 1
     stops = torch.isin(batch.token_ids[last], torch.tensor(eos_token_ids, device=last.device))

@@ -1,6 +1,6 @@
 """The training objective: at one row, and over all draft positions in chunks of target rows.
 
-docs/drafters.md defines the acceptance probability alpha of a draft token, and the objectives. Mass of the target's p outside
+docs/guide/drafters.md defines the acceptance probability alpha of a draft token, and the objectives. Mass of the target's p outside
 the draft vocabulary is a rejection: p is never renormalised. The argmax has no gradient, so greedy drafts are trained on
 sum_v p(v) q(v), the mean of p(v) over drafts from the drafter's q, which approaches p(argmax q) as q gets peaked.
 
@@ -234,7 +234,7 @@ def reach_weights(before: Tensor) -> Tensor:
 
     before [k, S']: acceptance of the positions before it, NaN where one is not supervised because it predicts a prompt token or
     its target row has no features; such a position counts as accepted. No verification step begins at starts within the prompt,
-    but leaving these out did not make better drafters: docs/drafters.md, benchmarks/start_weights.py.
+    but leaving these out did not make better drafters: docs/guide/drafters.md, benchmarks/start_weights.py.
     """
     return before.nan_to_num(1.0).prod(0)
 

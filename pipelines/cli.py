@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").partition(".")[0] in OWN_PACKAGES:
             raise
         print(
-            f"cotrain: {error.name} is not installed; commands need cotrain[trainer] (docs/sidecar.md)", file=sys.stderr
+            f"cotrain: {error.name} is not installed; commands need cotrain[trainer] (docs/guide/sidecar.md)",
+            file=sys.stderr,
         )
         return 2
     except (ValueError, OSError) as error:
@@ -102,7 +103,7 @@ def _is_message_to_the_user(error: Exception) -> bool:
 
 
 INIT_EPILOG = """\
-Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/initialisation.md.
+Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/guide/initialisation.md.
 
   cotrain init configs/smoke.toml name=first-drafter init.tokens=5000
   cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter
@@ -143,7 +144,7 @@ def train(arguments: Sequence[str]) -> int:
 def report(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cotrain report",
-        description="Write the report of a run or a study into its report/ folder: report.md, and its figures as PNGs; for "
+        description="Write the report of a run or a study into its report/ folder: report.html, the same as report.md, and its figures as PNGs; for "
         "a study also its table as CSV.",
     )
     parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
@@ -155,7 +156,7 @@ def report(arguments: Sequence[str]) -> int:
         from pipelines.ablate.report import write_study_report as write
     else:
         from pipelines.train.report import write_run_report as write
-    print(write(folder))
+    print(write(folder).with_suffix(".html"))
     return 0
 
 

@@ -34,7 +34,7 @@ def test_file_is_short_and_ascii(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_module_says_what_it_owns(path: Path) -> None:
-    """What a package is for stands in the map of docs/architecture.md."""
+    """What a package is for stands in the map of docs/internals/architecture.md."""
     text = path.read_text()
     assert text.startswith('"""') or (path.name == "__init__.py" and not text)
 

@@ -126,7 +126,7 @@ def _lag_fits_the_run(config: RunConfig) -> Iterator[str]:
         )
     if stream.on_swap == "keep_kv" and config.drafter is not None and config.lossless.every:
         yield (
-            "lossless.every: the monitor compares rollouts with the law of one policy, and keep_kv mixes two; set "
+            "lossless.every: the monitor compares rollouts with the distribution of one policy, and keep_kv mixes two; set "
             'lossless.every = 0, or stream.on_swap = "recompute"'
         )
 

@@ -42,7 +42,7 @@ class PolicyConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32."""
     train: bool = True
-    """Update the policy; False keeps it as it is (a study of the drafter without drift)."""
+    """Update the policy; False freezes it (a study of the drafter without drift)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""
@@ -154,7 +154,7 @@ class RolloutConfig(Section):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """How the drafter proposes: its most likely token, or a sample from its distribution."""
     order: Literal["longest_first", "drawn"] = "longest_first"
-    """Which prompts of a step begin first. longest_first: those with the longest responses so far, so that a long response
+    """Order of a step's prompts. longest_first: those with the longest responses so far, so that a long response
     does not run alone at the end. drawn: in the order in which the prompts were drawn."""
     ignore_eos: bool = False
     """Do not stop at the end-of-sequence token, but generate up to max_new_tokens (for benchmarks)."""
@@ -201,13 +201,13 @@ class StreamConfig(Section):
     """How far generation may run ahead of learning."""
 
     max_policy_lag: NonNegativeInt = 0
-    """Most policy versions between the one that generates a token and the one that trains on it. 0: generation and
-    learning take turns. Above 0: they overlap."""
+    """Most policy versions between the one that generates a token and the one that trains on it. 0: synchronous. Above 0:
+    generation and learning overlap."""
     on_swap: Literal["recompute", "finish", "keep_kv"] = "recompute"
-    """What happens to running rollouts when new policy weights come. recompute: they go on under the new policy, which computes
-    their KV cache anew. finish: they end before the swap. keep_kv: they go on over the KV cache of the old policy."""
+    """Running rollouts when the policy's weights change. recompute: they continue under the new policy with a recomputed KV cache.
+    finish: they end before the swap. keep_kv: they continue on the KV cache of the old policy."""
     reward_timeout_s: PositiveFloat = 60.0
-    """Seconds for the rewards of one prompt's samples, once the scoring process has started. After that it is replaced, and the
+    """Seconds for the rewards of one prompt's samples, once the scoring process has started. On a timeout it is restarted, and the
     samples are generated again."""
 
 
@@ -215,16 +215,16 @@ class GateConfig(Section):
     """When a candidate replaces the serving drafter."""
 
     publish_when: Literal["gain", "always"] = "gain"
-    """gain: publish only a candidate that certainly beats the serving drafter on rollouts that neither was trained on, and saves
-    more seconds than a swap costs. always: publish every candidate, unless its acceptances are not finite."""
+    """gain: publish a candidate only if the lower bound of its gain over the serving drafter, on held-out rollouts, exceeds the
+    margin, and it saves more time than a swap costs. always: publish every candidate with finite acceptances."""
 
 
 class AlarmConfig(Section):
     """Bounds beyond which a step counts as a failure of the drafter."""
 
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.15
-    """Share of the expected gain (expected acceptance length - 1) that may be missing in serving, beyond noise. It allows for
-    the expectation being computed in float32, from features in the engine's number format."""
+    """Share of the expected gain (expected acceptance length - 1) by which the served one may be lower, beyond noise. It allows
+    for the expectation being computed in float32, from features in the engine's number format."""
 
 
 class DrafterBufferConfig(Section):
@@ -239,7 +239,7 @@ class DrafterOptimizerConfig(OptimizerConfig):
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init), or is cut from
-    the policy, may want less: docs/studies/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
+    the policy, may want less: docs/measurements/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
 
 
 class DrafterConfig(Section):
@@ -263,8 +263,8 @@ class DrafterConfig(Section):
     batch_tokens: PositiveInt = 2048
     """Tokens in one optimizer step, packed from whole rollouts."""
     on_drafter_failure: Literal["stop", "continue"] = "stop"
-    """stop: an alarm ends the run with cause and remedy. continue: the run goes on without speculation and drafter training,
-    and every step line says so. A process that dies or hangs ends the run either way."""
+    """stop: an alarm ends the run with a cause and a remedy. continue: the run continues without speculation and drafter
+    training, and every step line says so. A process that dies or hangs ends the run in both cases."""
 
 
 class DatasetSource(Section):
@@ -348,15 +348,15 @@ class InitConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Checks, on tokens of rollouts that were generated anyway, that speculation does not change the sampled distribution.
-    The first check is made in the first step with enough speculated tokens."""
+    """Checks on the run's own rollouts that speculation does not change the sampled distribution. The first check runs in the
+    first step with enough speculated tokens."""
 
     every: NonNegativeInt = 10
-    """Fewest steps between two checks; more if a check takes long or few tokens were speculated. 0 makes no checks."""
+    """Fewest steps between two checks; more if a check takes long or few tokens were speculated. 0 turns the monitor off."""
     tokens: PositiveInt = 2048
     """Tokens of one check's forward pass of the policy, prompts included."""
     max_share: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """Largest share of a run's time that checks may take; the first check is made whatever it costs."""
+    """Largest share of a run's time that checks may take; the first check always runs."""
 
 
 class TrackingConfig(Section):

@@ -1,7 +1,7 @@
-"""Tests of emitted tokens against their own laws, over a whole setting and at each place in a verification step.
+"""Tests of emitted tokens against their exact distributions, over a whole setting and at each place in a verification step.
 
-A token's law is its target distribution. It depends on the text so far, so there are no cells to count. The randomised
-probability integral transform turns each token into a number that is uniform given all tokens before it, whatever the laws
+A token's target distribution depends on the text before it, so there are no cells to count. The randomised probability
+integral transform turns each token into a number that is uniform given all tokens before it, for any distributions
 (Smith 1985, Czado et al. 2009): these numbers are independent and uniform for a fixed number of tokens (generate with
 ignore_eos; texts that end at a stop token add a deviation of the order of the number of texts over that of tokens).
 """
@@ -23,10 +23,10 @@ LOGIT_ERROR = {"float32": 5e-4, "bfloat16": 0.25}
 float32: kernels add up in another order. bfloat16: two units in the last place of a logit of 16 to 32."""
 
 EDGE_SHARE = 0.01
-"""Largest probability that truncation cuts elsewhere than the law does at a token: at ties up to the error of a logit."""
+"""Largest share of tokens at which the engine truncates elsewhere: at ties within the error of a logit."""
 
 RARE_EDGES = 0.01
-"""Logit error from which on top-k and top-p often cut at another token than the law does."""
+"""Logit error above which top-k and top-p often truncate at another token in the engine."""
 
 LEAST_TOKENS = 100
 """Fewest tokens of a stratum that get checks of their own."""
@@ -65,7 +65,7 @@ def setting_checks(
 
 
 def support_check(draws: Draws, setting: str) -> CheckResult:
-    """Check that no token is outside its law. One such token is proof: p is 0 with any, 1 without. Effect: their share."""
+    """Check that no token has probability 0. One such token is enough: p is 0 with any, 1 without. Effect: their share."""
     share = float(draws.outside.mean())
     return CheckResult("support", setting, len(draws), share, "share", 0.0 if share else 1.0)
 
@@ -85,10 +85,10 @@ def uniformity_check(draws: Draws, setting: str, rng: np.random.Generator, order
 def returned_log_prob_check(
     returned: Floats, draws: Draws, setting: str, tolerance: float | Floats, edge: float | Floats = 0.0
 ) -> CheckResult:
-    """Check that the log-probs which the engine returned [N] are those of the law, up to the tolerance in nats.
+    """Check that the engine's returned log-probs [N] are those of the exact distribution, up to the tolerance in nats.
 
-    edge: how much more a log-prob may differ where truncation cuts at another token than the law. Both are one number, or
-    one per token [N]. A difference beyond their sum is proof: p is 0. Otherwise p is the probability that at least this
+    edge: how much more a log-prob may differ where the engine truncates at another token. Both are one number, or one per
+    token [N]. A difference beyond their sum is enough: p is 0. Otherwise p is the probability that at least this
     many tokens lie beyond the tolerance if each does with probability EDGE_SHARE, whatever the others do. A false alarm
     thus needs a larger logit error than the tolerance assumes, or more frequent cuts elsewhere; p bounds neither of them.
     Effect: largest difference. Impossible tokens are left to `support_check`.
@@ -103,7 +103,7 @@ def returned_log_prob_check(
 
 
 def log_prob_tolerance(sampling: SamplingParams, logit_error: float) -> tuple[float, float]:
-    """Return (nats by which a returned log-prob may differ from the law's, nats more where truncation cuts elsewhere).
+    """Return (nats by which a returned log-prob may differ, nats more where the engine truncates elsewhere).
 
     A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, the kept probability grows to
     at most 1, from at least top_p. Top-k keeps all tokens whose logit equals the k-th, in vLLM too: a tie that only one of
@@ -119,14 +119,14 @@ def response_strata(steps: Sequence[tuple[int, int]], num_tokens: int) -> list[s
     """The place of each of a response's tokens in its verification step: "undrafted", "drafted 1" .. "k", or "bonus".
 
     steps: (draft tokens, accepted ones) of each step that vLLM recorded. "drafted j" was emitted where draft token j
-    was verified, accepted or not. Tokens may be sorted only by what was settled before they were drawn, such as the
-    number of draft tokens accepted before them in the step; their law is then the target's. Sorted by whether they
-    were accepted themselves, they would have the laws min(p, q) and max(p - q, 0), up to a factor.
+    was verified, accepted or not. Tokens may be grouped only by what was decided before they were sampled, such as the
+    number of draft tokens accepted before them in the step; then they have the target's distribution. Grouped by whether
+    they were accepted, they would have the distributions min(p, q) and max(p - q, 0), up to a factor.
 
     vLLM 0.32 (Scheduler.update_from_output) records a step only if it verified draft tokens, before it cuts the last
     one at the end of the response. Prefill emits one token without a record, and so does every step without drafts: with
     draft length 0, after a preemption, or when the drafter was skipped. If such steps lie between recorded ones, nobody can
-    tell where; then all tokens are "unknown". Raises ValueError when steps go on after the response.
+    tell where; then all tokens are "unknown". Raises ValueError when steps continue after the response.
     """
     emitted = [1, *(accepted + 1 for _, accepted in steps)]
     if steps and sum(emitted) < num_tokens:

@@ -1,8 +1,8 @@
-"""The law of each emitted token: the target's distribution after processing, from a forward pass over the emitted text.
+"""The exact distribution of each emitted token: the target's, after processing, from a forward pass over the emitted text.
 
-Operations come in vLLM's order: temperature, top-k, top-p, softmax. Logits are processed in float32 (or wider) as the
-engine does, so that both cut at the same token; probabilities are float64. A law over a whole vocabulary is large, so it
-is reduced at once to the few numbers that the tests read, and never kept.
+Operations come in vLLM's order: temperature, top-k, top-p, softmax. Logits are processed in float32 (or wider) as in the
+engine, so that both truncate at the same token; probabilities are float64. A distribution over a whole vocabulary is large,
+so it is reduced at once to the few numbers that the tests read.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Draws:
-    """N outcomes, each drawn from its own law (distribution). Arrays of shape [N]; log-probs in nats."""
+    """N outcomes, each drawn from its own distribution. Arrays of shape [N]; log-probs in nats."""
 
     probability: Floats
     log_prob: Floats
@@ -33,7 +33,7 @@ class Draws:
     impossible: NDArray[np.bool_]
     """The outcome has probability 0; its numbers are those of the least likely possible outcome."""
     outside: NDArray[np.bool_]
-    """The outcome is impossible, and no numerical error of the law explains it."""
+    """The outcome is impossible, and no numerical error of the distribution explains it."""
 
     def __len__(self) -> int:
         return len(self.probability)
@@ -51,7 +51,7 @@ def draws_of(
 
     orders: by name, keys [V] or [N, V]. Outcomes with a smaller key come first, ties by descending probability, then by
     id. The order "probability" is always there. A key may depend only on the past of its row, never on what was drawn.
-    outside [N]: outcomes of probability 0 that no error of the law explains; if left out, all outcomes of probability 0.
+    outside [N]: outcomes of probability 0 that no error of the distribution explains; by default all of probability 0.
     """
     law = log_law.double().exp()
     impossible = law.gather(1, outcomes[:, None]).squeeze(1) == 0
@@ -103,7 +103,7 @@ def response_draws(
     orders: Mapping[str, Tensor] | None = None,
     logit_tolerance: float = 0.0,
 ) -> Draws:
-    """Response tokens [T] under the laws of a Hugging Face causal language model; orders as in `draws_of`.
+    """Response tokens [T] under the distributions of a Hugging Face causal language model; orders as in `draws_of`.
 
     The output head (a plain one: no scale, no soft cap) is applied to a few rows at a time, so that memory does not
     grow with length x vocabulary. Raises ValueError when the logits are NaN.
@@ -125,7 +125,7 @@ def emitted_draws(
     orders: Mapping[str, Tensor] | None = None,
     logit_tolerance: float = 0.0,
 ) -> Draws:
-    """Emitted tokens [T] under the target's law from logits [T, V]; orders with keys [V] as in `draws_of`.
+    """Emitted tokens [T] under the target's distribution from logits [T, V]; orders with keys [V] as in `draws_of`.
 
     logit_tolerance: largest error of a logit, before temperature, between this forward and the engine's (bfloat16
     rounds logits of 16 to 32 to 0.125). A token that such an error brings across the edge of top-k or top-p, or to the

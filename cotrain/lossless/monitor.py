@@ -1,4 +1,4 @@
-"""A short form of `cotrain verify` inside a run. It checks tokens of rollouts that were generated anyway (docs/trust.md).
+"""A short form of `cotrain verify` inside a run. It checks tokens of rollouts that were generated anyway (docs/guide/trust.md).
 
 A check takes four calls before the policy is updated: `due`, `choose`, the learner's forward pass over the choice, `check`.
 Tokens are not sorted by their place in a verification step, since steps without drafts are not recorded. A token is speculated

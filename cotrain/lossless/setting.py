@@ -60,8 +60,8 @@ def standard_settings(
     """Return one setting without speculation and, for both drafting methods, all sampling parameters, every shorter draft length,
     a mixed batch, and one setting during which draft length and drafter change.
 
-    The first is a control. Without speculation the engine must have the target's law too: if that setting fails, the model
-    that the laws come from is not the engine's, and the other settings say nothing about speculation.
+    The first is a control. Without speculation the engine must have the target's distribution too: if that setting fails,
+    the model of the forward pass is not the engine's, and the other settings say nothing about speculation.
     """
     settings = [Setting(0, METHODS[0], samplings[:1])]
     mixed = tuple(dict.fromkeys((*samplings, *STANDARD_SAMPLINGS, GREEDY)))

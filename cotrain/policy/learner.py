@@ -105,7 +105,7 @@ class PolicyLearner:
         """Take policy.minibatches optimizer steps on these rollouts, which must be the same on all ranks.
 
         A step whose advantages are all 0 is still taken, as is usual, so AdamW's momentum still moves the weights. Returns the
-        policy/* metrics of docs/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer rollouts
+        policy/* metrics of docs/guide/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer rollouts
         in a minibatch than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
         """
         config, num_ranks = self._config, self._accelerator.num_processes

@@ -1,11 +1,11 @@
-"""Errors that end a run and say in words what failed, where to look and how to go on.
+"""Errors that end a run and say in words what failed, where to look and how to continue.
 
 The command line prints them without a traceback. They are pickled between processes, so each is made from its message alone.
 """
 
 
 class RunFailure(RuntimeError):
-    """The run cannot go on; what it has saved is whole."""
+    """The run cannot continue; what it has saved is whole."""
 
 
 class SelfCheckFailed(RunFailure):

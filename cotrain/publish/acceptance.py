@@ -1,4 +1,4 @@
-"""Acceptance lengths that drafters are expected to reach, with their noise (docs/publishing.md).
+"""Acceptance lengths that drafters are expected to reach, with their noise (docs/internals/publishing.md).
 
 The noise of an acceptance length is estimated by leaving out one prompt at a time: the delete-one-group jackknife (Efron and
 Stein, 1981; for ratios Cochran, Sampling Techniques, 6.17), with Student's t for one degree of freedom less than there are
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 class ExpectedAcceptance:
     """What a drafter is expected to reach on rollouts like those it was scored on, at each draft length 1 to K.
 
-    The draft length decides where verification steps begin, so one length says little about another (docs/publishing.md).
+    The draft length decides where verification steps begin, so one length says little about another (docs/internals/publishing.md).
     """
 
     rates: Array

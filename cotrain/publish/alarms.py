@@ -36,8 +36,8 @@ COLLAPSED = (
 )
 BELOW_EXPECTED = (
     "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
-    "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: position 1 points at weights and "
-    "layers, later ones at the unroll; resume from the last checkpoint, or raise drafter.alarms.tolerance",
+    "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: low at position 1 means wrong weights or "
+    "layers, low later only the autoregressive loop; resume from the last checkpoint, or raise drafter.alarms.tolerance",
 )
 """Probable cause and remedy of the two statistical alarms."""
 
@@ -47,7 +47,7 @@ LAG_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Alarm:
-    """One alarm, in words and numbers."""
+    """One alarm: text and numbers."""
 
     name: str
     what: str
@@ -55,7 +55,7 @@ class Alarm:
     remedy: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     fatal: bool = False
-    """Whether the rollouts themselves cannot be trusted, which going on without speculation would not repair."""
+    """Whether the rollouts themselves cannot be trusted, so that continuing without speculation would not help."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}. Probable cause: {self.cause}. Remedy: {self.remedy}."
@@ -66,7 +66,7 @@ class DrafterAlarm(RunFailure):
 
     def __init__(self, step: int, alarms: Sequence[Alarm]) -> None:
         self.names, self.fatal = ", ".join(alarm.name for alarm in alarms), any(alarm.fatal for alarm in alarms)
-        way_on = 'To go on without speculation when this happens, set drafter.on_drafter_failure = "continue".'
+        way_on = 'To continue without speculation after such an alarm, set drafter.on_drafter_failure = "continue".'
         lines = [f"step {step} raised {self.names}", *map(str, alarms), *([] if self.fatal else [way_on])]
         super().__init__("\n  ".join(lines))
 
@@ -74,14 +74,14 @@ class DrafterAlarm(RunFailure):
 def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> list[Alarm]:
     """Return all alarms of one step of a run of `total_steps` steps.
 
-    While the canary watches the serving drafter, the canary alone deals with a low acceptance.
+    While the canary watches the serving drafter, low acceptance is left to the canary.
     """
     found = [*_delivery_alarms(evidence)]
     lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
     if config.train and lag > limit:
-        what = f"in {lag} steps with enough rollouts no candidate was compared with the serving drafter, the limit is {limit}"
-        cause = "candidates are refused (decisions.jsonl has the reasons), the trainer makes none, or rollouts lack features"
-        found.append(Alarm("drafter_lags", what, cause, "fix what the reasons name, and read logs/drafter.log"))
+        what = f"no candidate was compared with the serving drafter in {lag} steps with enough rollouts (limit {limit})"
+        cause = "candidates are refused (decisions.jsonl has the reasons), the trainer produces none, or rollouts lack features"
+        found.append(Alarm("drafter_lags", what, cause, "see these reasons, and logs/drafter.log"))
     if not evidence.serving.watched:
         significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
         _, alarm = check_acceptance(evidence, config.alarms.tolerance, significance)
@@ -104,11 +104,11 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
 def check_acceptance(
     evidence: Evidence, tolerance: float, significance: float
 ) -> tuple[dict[str, float], Alarm | None]:
-    """Compare the served acceptance with the one expected on the same rollouts; alarm if chance cannot explain the difference.
+    """Compare served with expected acceptance on the same rollouts; alarm if the difference is beyond noise.
 
-    tolerance: share of the expected gain that may be missing. The numbers are empty if the step says nothing of the drafter.
+    tolerance: share of the expected gain that may be missing. The numbers are empty if the step has no evidence on the drafter.
     """
-    # After a pause in drafting, it is unknown what a drafter should reach in a rollout.
+    # After a pause in drafting, the expected acceptance of a rollout is unknown.
     serving = evidence.serving.version
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
     counts, expected = total_counts(map(drafter_counts, rollouts)), evidence.expected

@@ -1,6 +1,6 @@
 """Decide from the evidence of a step: publish the candidate, keep the serving drafter, roll it back, or stop the run.
 
-Alarms come first, then the canary, then the gate (docs/publishing.md). Nothing here has side effects.
+Alarms come first, then the canary, then the gate (docs/internals/publishing.md). Nothing here has side effects.
 """
 
 from collections.abc import Mapping, Sequence

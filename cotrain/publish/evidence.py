@@ -60,4 +60,4 @@ class Evidence:
     served: Sequence[Mapping[str, str]] = ()
     """The digests of these tensors in each engine; empty in steps in which nothing is read back."""
     known: Collection[Versions] = ()
-    """Other versions that may have generated rollouts of this step, if rollouts go on while weights change."""
+    """Other versions that may have generated rollouts of this step, if rollouts continue while weights change."""

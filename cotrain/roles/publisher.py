@@ -96,7 +96,7 @@ class Publisher:
         self._known = set(versions)
 
     def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
-        """Decide on alarms of another check. If so configured, the run goes on without speculation after one that is not fatal;
+        """Decide on alarms of another check. If so configured, the run continues without speculation after one that is not fatal;
         otherwise the caller must raise Outcome.failure."""
         return self._switch_off(alarmed(step, self.serving, alarms))
 
@@ -143,7 +143,7 @@ class Publisher:
             self._engines.call("set_num_speculative_tokens", 0)
 
     def _switch_off(self, outcome: Outcome) -> Outcome:
-        """End speculation, and the failure with it, if the run is to go on."""
+        """End speculation, and the failure with it, if the run is to continue."""
         failure = outcome.failure
         if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
             self.mode = f"without speculation since step {outcome.events[0].step} ({failure.names})"

@@ -383,7 +383,7 @@ class RolloutEngine:
     async def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
     ) -> SwapReport:
-        """Serve new drafter weights, in the middle of generation if need be. Caches stay, because they never decide a token.
+        """Serve new drafter weights, mid-generation if need be. Caches stay, because they never decide a token.
 
         expected_rates: by draft position, as far as known, the share of verification steps that are expected to accept it and all
         before it; the speculation controller starts from them. Raises WeightUpdateRefused and RunFailure like `update_policy`.

@@ -140,7 +140,7 @@ def load_state(folder: Path) -> RunState:
 
 
 def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str]) -> RunState:
-    """Return where a run goes on: after its newest complete checkpoint, or at its start. Deletes what it will write again.
+    """Return where a run continues: after its newest complete checkpoint, or at its start. Deletes what it will write again.
 
     Raises ValueError as `check_resume` does.
     """

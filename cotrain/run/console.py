@@ -1,4 +1,4 @@
-"""The console output of a run: what is under way, and one line per step.
+"""The console output of a run: what is running, and one line per step.
 
 Numbers come from the rows of metrics.jsonl; missing ones are left out. Only a terminal shows the phases of a step.
 """
@@ -51,7 +51,7 @@ class Console:
 
     @contextmanager
     def phase(self, title: str, *, terminal_only: bool = False) -> Iterator[None]:
-        """Show what is under way; use `terminal_only` for the parts of a step, which would flood a log."""
+        """Show what is running; use `terminal_only` for the parts of a step, which would flood a log."""
         started = time.monotonic()
         if not (terminal_only or self._rich.is_terminal):
             self.say(f"{title} ...")

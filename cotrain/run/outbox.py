@@ -62,7 +62,7 @@ class Outbox:
             entry = self._waiting[0]
             try:
                 entry.sent.set_result(entry.send())
-            except Exception as error:  # whatever a store or its network raises, the run goes on without it
+            except Exception as error:  # whatever a store or its network raises, the run continues without it
                 if self._is_store_down(entry, error):
                     while len(self._waiting) > MOST_WAITING:
                         self._waiting.popleft()

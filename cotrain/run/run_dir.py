@@ -1,4 +1,4 @@
-"""The folder of one run: all paths in it (docs/running.md), and a lock that keeps other processes out of the run."""
+"""The folder of one run: all paths in it (docs/guide/running.md), and a lock that keeps other processes out of the run."""
 
 import shlex
 from contextlib import AbstractContextManager, suppress

@@ -1,4 +1,4 @@
-"""One run in MLflow. metrics.jsonl is the record; outbox.py sends a copy to MLflow (docs/tracking.md)."""
+"""One run in MLflow. metrics.jsonl is the record; outbox.py sends a copy to MLflow (docs/guide/tracking.md)."""
 
 import hashlib
 import json

@@ -23,9 +23,9 @@ STOP_SECONDS = 120.0
 """A trainer that is told to stop finishes its round of training and stores the drafter."""
 CAUSES = """\
 none asked for a drafter. Usual causes:
-- cotrain is not installed where the host's vLLM is: install it there (docs/sidecar.md)
+- cotrain is not installed where the host's vLLM is: install it there (docs/guide/sidecar.md)
 - the host sets VLLM_PLUGINS, the list of what vLLM may load: add cotrain to it
-- the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/sidecar.md
+- the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/guide/sidecar.md
 - the host made no engine of vLLM, or ended before"""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

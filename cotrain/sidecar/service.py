@@ -42,7 +42,7 @@ def serve(
     ready: returns what is printed once engines may start, from the policy's folder.
 
     Returns Spool.verdicts, and which requests could not be trained on, in words.
-    Raises ValueError as `prepare` does, and RunFailure when training fails. The engines go on with the drafter they have.
+    Raises ValueError as `prepare` does, and RunFailure when training fails. The engines continue with the drafter they have.
     """
     console = Console(sys.stdout)
     with ExitStack() as stack:
@@ -142,7 +142,7 @@ class DrafterService:
         self._engines.update_drafter(payload, version)
 
     def _settle(self, ends: bool = False) -> bool:
-        """Return whether no publication is under way. One that every working engine serves is kept, and a refused one undone."""
+        """Return whether no publication is running. One that every working engine serves is kept, and a refused one undone."""
         if self._pending is None:
             return True
         step, outcome = self._pending

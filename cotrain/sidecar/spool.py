@@ -1,4 +1,4 @@
-"""The spool: the folder through which a host's engines and the trainer beside them exchange files (docs/sidecar.md).
+"""The spool: the folder through which a host's engines and the trainer beside them exchange files (docs/guide/sidecar.md).
 
 It holds text of requests, in memory that other users may see, so it is used only while it is this user's alone. Who works with it
 holds a lock on a file in it. The system releases a lock with its process, and shows it in every container that shares the folder.

@@ -2,7 +2,7 @@
 
 Groups are numbered in order of admission and trained on in the same order, P in each step: group g always belongs to
 step g // P + 1. It is admitted once the weights of at least g // P - L steps are served, and trained on once those of
-g // P steps are, so none of its tokens is older than L policy versions (docs/asynchronous.md). A group that is lost is
+g // P steps are, so none of its tokens is older than L policy versions (docs/guide/asynchronous.md). A group that is lost is
 generated again under the same number. It starts later then, so its tokens are newer and the bound still holds.
 """
 
@@ -29,7 +29,7 @@ ENGINE_DIED = "its engine died"
 
 @dataclass
 class Group:
-    """One prompt with all its samples, on its way to the learner."""
+    """One prompt with all its samples, on the way to the learner."""
 
     number: int
     state: State = "admitted"

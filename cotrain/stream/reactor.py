@@ -24,7 +24,7 @@ class Reactor:
         self.tick: Callable[[], None] = lambda: None
         """Called after each wait, which takes TICK_SECONDS at most."""
         self.describe: Callable[[], str] = lambda: "nothing is known"
-        """What is under way, for the message of a run that stalls."""
+        """What is running, for the message of a run that stalls."""
 
     def add(
         self, reference: Any, handler: Callable[[Any], None], failed: Callable[[RunFailure], None] | None = None
@@ -49,7 +49,7 @@ class Reactor:
         last = time.monotonic()
         while not done():
             if not self._handlers:
-                raise RunFailure(f"the run waits, and nothing is under way ({self.describe()}): please report this")
+                raise RunFailure(f"deadlock: no task is pending ({self.describe()}): please report this")
             ready = self._cluster.wait_any(list(self._handlers), TICK_SECONDS)
             for reference in ready:
                 if reference in self._handlers:  # the handler of another one may have dropped it

@@ -1,4 +1,4 @@
-"""The final answer of a response by the rule of docs/tasks.md, and the value of a number in any of the ways to write it."""
+"""The final answer of a response by the rule of docs/guide/tasks.md, and the value of a number in any of the ways to write it."""
 
 import re
 from fractions import Fraction
@@ -25,7 +25,7 @@ NUMBER = re.compile(
 
 
 def extract_answer(response: str) -> str:
-    """Return the final answer of a response by the rule of docs/tasks.md; "" for an empty response."""
+    """Return the final answer of a response by the rule of docs/guide/tasks.md; "" for an empty response."""
     marked = _marked_answer(response)
     return response.strip().rpartition("\n")[2].strip() if marked is None else marked
 

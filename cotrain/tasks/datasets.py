@@ -1,4 +1,4 @@
-"""Prompts from a dataset file, folder or hub id, in any of the three schemas of docs/tasks.md."""
+"""Prompts from a dataset file, folder or hub id, in any of the three schemas of docs/guide/tasks.md."""
 
 import json
 import re

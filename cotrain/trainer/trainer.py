@@ -153,7 +153,7 @@ class DrafterTrainer(Distiller):
 
         Call it before `train`, since a rollout cannot test a drafter that was trained on it. serving: the version that
         the engines have. All publications but this one and those in `keep` are forgotten. judged: updates behind the candidate
-        that was judged last. A later one stays the candidate until enough rollouts were scored; meanwhile training goes on.
+        that was judged last. A later one stays the candidate until enough rollouts were scored; meanwhile training continues.
         """
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
         records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_scorable], MAX_ROLLOUTS)

@@ -24,13 +24,13 @@ DTYPES = {
 """Names of number formats in the header of a safetensors file."""
 
 WEIGHTS_UNKNOWN = "the engine's weights are unknown"
-"""The error message of an engine that could not return to its last good weights, and so must not go on, contains this text.
+"""The error message of an engine that could not return to its last good weights, and so must not continue, contains this text.
 
 vLLM passes on the text of a worker's exception, but not its type."""
 
 
 class WeightUpdateRefused(ValueError):
-    """An update that was not applied; the engine goes on serving the weights it had."""
+    """An update that was not applied; the engine continues serving the weights it had."""
 
 
 def digest(tensor: Tensor) -> str:

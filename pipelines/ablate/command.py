@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cotrain ablate",
         description="Run the arms of a study, each with every seed, and compare them in one table.",
-        epilog="The same command goes on with a study that was stopped. docs/studies.md explains the file.",
+        epilog="The same command goes on with a study that was stopped. docs/guide/studies.md explains the file.",
     )
     parser.add_argument("study", metavar="STUDY.toml", help="the study file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")
@@ -85,7 +85,7 @@ def _run_study(study: Study) -> int:
     with two_stage_stop(print, "step") as stopped:
         _run_all(study, stopped)
     page = write_study_report(study.folder)
-    print(f"\n{page.read_text()}\nreport: {page}")
+    print(f"\n{page.read_text()}\nreport: {page.with_suffix('.html')}")
     failed = [run for run in study.trainings if run.status == "failed"]
     took = duration(time.monotonic() - started)
     if stopped():

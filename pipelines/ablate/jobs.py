@@ -1,4 +1,4 @@
-"""The state of each run of a study (docs/studies.md), what to do with it next, and the subprocess that does it."""
+"""The state of each run of a study (docs/guide/studies.md), what to do with it next, and the subprocess that does it."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""`cotrain bench`: speculation arms side by side on the same prompts, taking turns (docs/running.md).
+"""`cotrain bench`: speculation arms side by side on the same prompts, taking turns (docs/guide/running.md).
 
 In every round each arm runs every batch of prompts once, and each batch starts with another arm. An arm is compared with the
 no-speculation arm of the same round, so that a machine that slows down affects all arms alike. A waiting engine uses no CPU.

@@ -1,6 +1,6 @@
 """`cotrain run` and `cotrain sidecar`: train a drafter beside a trainer or server that belongs to somebody else.
 
-The drafter's trainer is a process of its own in both. docs/sidecar.md says what happens in the host.
+The drafter's trainer is a process of its own in both. docs/guide/sidecar.md says what happens in the host.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def summary(run: Path, verdicts: Sequence[dict[str, Any]], left_out: str) -> str
     if (run / "metrics.jsonl").read_text():
         record = read_run(run)
         done = progress(record)
-        lines |= run_facts(record) | {"report": str(write_run_report(run))}
+        lines |= run_facts(record) | {"report": str(write_run_report(run).with_suffix(".html"))}
     return f"\nDone: {done}\n{aligned(lines | {'run folder': str(run)})}"
 
 

@@ -14,7 +14,7 @@ EPILOG = """\
   cotrain simulate --run quickstart k=1                            a finished run, with another k
   cotrain simulate --run quickstart --check                        predict the run itself; status 1 if that is off
 
-Only measured steps tell what drafts cost: a roofline that was adjusted to none gives no verdict. See docs/simulator.md.
+Only measured steps tell what drafts cost: a roofline that was adjusted to none gives no verdict. See docs/guide/simulator.md.
 
 Fields of a system
 ==================

@@ -9,7 +9,7 @@ from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.system import RooflineCost
 
 BLIND, MEASURED = (0.35, 2.0), (-0.04, 0.20)
-"""Least and most relative errors of the speed-ups of generation in docs/simulator.md: without a measured step with drafts, and
+"""Least and most relative errors of the speed-ups of generation in docs/measurements/simulator.md: without a measured step with drafts, and
 with some."""
 
 

@@ -25,7 +25,7 @@ from drafters.base import Drafter, SamplingParams
 from pipelines.engines import EngineSetup
 
 Laws = Callable[[Rollout, SamplingParams], Draws]
-"""Returns the response tokens of a rollout, each under its law, which is the distribution that the target gives it."""
+"""Returns the response tokens of a rollout, each under its distribution, which is the distribution that the target gives it."""
 
 DRAFT_VOCABULARY = "draft vocabulary"
 SECONDS_BETWEEN_SWAPS = 0.05
@@ -58,7 +58,7 @@ def load_target(setup: EngineSetup) -> Any:
 
 
 def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
-    """Return a function that computes laws by forward passes of `model`, as `load_target` returns it.
+    """Return a function that computes distributions by forward passes of `model`, as `load_target` returns it.
 
     draft_vocabulary: target ids that can be drafted. dtype: the engine's.
     """
@@ -127,7 +127,7 @@ class Verifier:
         return result
 
     async def sampled(self) -> list[CheckResult]:
-        """Test the sampled tokens of every setting against the target's laws."""
+        """Test the sampled tokens of every setting against the target's distributions."""
         rng, logit_error = np.random.default_rng(self.plan.seed), LOGIT_ERROR[self.plan.dtype]
         results: list[CheckResult] = []
         for number, setting in enumerate(self.plan.settings):

@@ -1,4 +1,4 @@
-"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/verify.md explains the method."""
+"""`cotrain verify`: is this engine, with this drafter and these settings, lossless? docs/internals/verify.md explains the method."""
 
 import argparse
 import asyncio
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         for check in report["checks"]:
             if check["failed"]:
                 say(f"FAIL {check['check']}, {check['setting']}: p {check['p']:.2g}")
-        say(f"{report['verdict']}\nwritten to {out}/: verify.json, verify.md, engine.log")
+        say(f"{report['verdict']}\nwritten to {out}/: verify.html, verify.md, verify.json, engine.log")
     return 0 if report["passed"] else 1
 
 
@@ -92,7 +92,7 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
 
 
 async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Callable[[str], None]) -> Verdict:
-    """Load the target model that gives the laws, start the engine, generate, and judge."""
+    """Load the target model that gives the distributions, start the engine, generate, and judge."""
     assert setup.drafter is not None
     laws = target_laws(load_target(setup), setup.drafter.draft_to_target.tolist(), plan.dtype)
     say("starting the engine")

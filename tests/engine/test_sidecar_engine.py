@@ -134,7 +134,9 @@ def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow
                 names = "accepted_tokens", "drafts"  # missing in what an engine has said before its first step was over
                 accepted, drafts = (after.get(name, 0) - before.get(name, 0) for name in names)
                 length = 1 + accepted / max(1, drafts)
-                judged = [row for row in read_rows(folder / "runs" / "trained" / "metrics.jsonl") if "canary/bound" in row]
+                judged = [
+                    row for row in read_rows(folder / "runs" / "trained" / "metrics.jsonl") if "canary/bound" in row
+                ]
                 if length >= LEARNT and judged:
                     break
             assert length >= LEARNT and judged and sidecar.greedy() == texts

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL comes with the dev extra; run `make setup` again"),
 ]
 
-SCRIPT = str(Path(__file__).with_name("sidecar_trl_script.py"))
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "trl_grpo.py")
 COTRAIN = (sys.executable, "-m", "pipelines.cli")
 STEPS = 8
 FEW_DRAFTS = 300
@@ -84,7 +84,7 @@ def test_an_unchanged_script_gets_a_drafter_that_learns(target_folder: Path, mlf
     assert states.rows[-1]["policy_version"] == STEPS
     assert not states.rows[-1]["hooks_off"] and not states.rows[-1]["refused"]
     assert states.last_served() >= 1.8
-    assert (folder / "runs" / "trl" / "report" / "report.md").is_file()
+    assert (folder / "runs" / "trl" / "report" / "report.html").is_file()
     assert not (folder / "spool").exists()
 
 

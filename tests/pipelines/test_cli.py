@@ -99,7 +99,7 @@ def test_a_run_that_fails_says_so_without_a_traceback(error: str, status: int, m
 def test_a_command_where_only_the_engine_side_is_installed_says_what_is_missing() -> None:
     result = cotrain("sidecar", "--model", "m", "--share", "1", without_torch=True)
     assert result.returncode == 2
-    assert result.stderr == "cotrain: torch is not installed; commands need cotrain[trainer] (docs/sidecar.md)\n"
+    assert result.stderr == "cotrain: torch is not installed; commands need cotrain[trainer] (docs/guide/sidecar.md)\n"
 
 
 def test_overrides_may_stand_on_either_side_of_options() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def repack_tied_weights(model: nn.Module) -> None:
     """Pack the weights again of modules that share a parameter: the output head of a model with tied embeddings.
 
-    The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would go on multiplying
+    The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would continue multiplying
     by its packed copy of the first weights. This function can go when vLLM's layerwise.py packs tied heads; 0.32 does not.
     """
     packed: set[int] = set()

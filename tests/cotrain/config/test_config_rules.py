@@ -172,7 +172,10 @@ LAG = "stream.max_policy_lag=1"
             "rollout.top_k",
         ),
         ([LAG, "policy.old_log_probs=recomputed"], 'policy.old_log_probs: "recomputed" without a correction ignores'),
-        ([LAG, "stream.on_swap=keep_kv"], "lossless.every: the monitor compares rollouts with the law of one policy"),
+        (
+            [LAG, "stream.on_swap=keep_kv"],
+            "lossless.every: the monitor compares rollouts with the distribution of one policy",
+        ),
         (["stream.max_policy_lag=4"], "stream.max_policy_lag: 4 is not below steps = 4; lower it"),
         (["stream.on_swap=finish"], 'stream.on_swap: "finish" has no effect with stream.max_policy_lag = 0'),
         (["stream.max_policy_lag=-1"], "stream.max_policy_lag: "),

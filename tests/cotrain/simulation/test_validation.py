@@ -1,4 +1,4 @@
-"""Measured systems beside their prediction, within the bounds of docs/simulator.md; and that page's table."""
+"""Measured systems beside their prediction, within the bounds of docs/measurements/simulator.md; and that page's table."""
 
 import pytest
 
@@ -26,7 +26,9 @@ from pipelines.simulate.report import BLIND, MEASURED
 
 def test_the_page_holds_the_table() -> None:
     held = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert held.strip() == text(), "python -m benchmarks.simulator_validation writes the table of docs/simulator.md"
+    assert held.strip() == text(), (
+        "python -m benchmarks.simulator_validation writes the table of docs/measurements/simulator.md"
+    )
 
 
 @pytest.mark.parametrize("name", ["paper", "h100_surface", "cpu"])

@@ -389,7 +389,7 @@ def test_a_run_in_which_nothing_happens_any_more_ends_and_says_what_is_under_way
         stream.step()
     idle = new()
     idle.reactor.until(lambda: idle.producer._unscored is None)
-    with pytest.raises(RunFailure, match="nothing is under way"):
+    with pytest.raises(RunFailure, match="deadlock: no task is pending"):
         idle.reactor.until(lambda: False)
 
 

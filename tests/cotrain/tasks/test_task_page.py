@@ -1,4 +1,4 @@
-"""docs/tasks.md holds what it says: each cell of its table of answers, and the example of a reward function."""
+"""docs/guide/tasks.md: each cell of its table of answers, and the example of a reward function, which is also in examples/."""
 
 import json
 import re
@@ -10,7 +10,8 @@ import pytest
 from cotrain.config.schema import DatasetTask
 from cotrain.tasks.base import build_score, build_task
 
-PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "guide" / "tasks.md").read_text()
 REWARDS = ("exact", "numeric", "math_verify")
 
 
@@ -49,6 +50,7 @@ def test_a_cell_of_the_table_of_answers(tmp_path: Path, kind: str, answer: str, 
 def test_the_example_of_a_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, calls = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert calls.count("assert ") == 3
+    assert function == (ROOT / "examples" / "my_rewards.py").read_text()
     (tmp_path / "my_rewards.py").write_text(function)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3 + 4? Use at most 5 words.", "answer": 7}\n')
     monkeypatch.chdir(tmp_path)
