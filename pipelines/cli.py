@@ -144,7 +144,7 @@ def train(arguments: Sequence[str]) -> int:
 def report(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cotrain report",
-        description="Write the report of a run or a study into its report/ folder: report.md, and its figures as PNGs; for "
+        description="Write the report of a run or a study into its report/ folder: report.html, the same as report.md, and its figures as PNGs; for "
         "a study also its table as CSV.",
     )
     parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
@@ -156,7 +156,7 @@ def report(arguments: Sequence[str]) -> int:
         from pipelines.ablate.report import write_study_report as write
     else:
         from pipelines.train.report import write_run_report as write
-    print(write(folder))
+    print(write(folder).with_suffix(".html"))
     return 0
 
 

@@ -85,7 +85,7 @@ def _run_study(study: Study) -> int:
     with two_stage_stop(print, "step") as stopped:
         _run_all(study, stopped)
     page = write_study_report(study.folder)
-    print(f"\n{page.read_text()}\nreport: {page}")
+    print(f"\n{page.read_text()}\nreport: {page.with_suffix('.html')}")
     failed = [run for run in study.trainings if run.status == "failed"]
     took = duration(time.monotonic() - started)
     if stopped():

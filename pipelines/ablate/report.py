@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
 
 
 def write_study_report(folder: Path) -> Path:
-    """Write report.md, its PNGs and table.csv into folder/report; returns the page.
+    """Write report.html, report.md, PNGs and table.csv into folder/report; returns report.md.
 
     Raises ValueError when the folder is no study or its study.json is damaged. The page names the runs that failed.
     """

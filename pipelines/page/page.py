@@ -1,17 +1,31 @@
-"""A page: a Markdown file, which a terminal, an editor and GitHub show, with its figures as PNGs beside it.
+"""A page: an HTML file for a browser and the same in Markdown for a terminal or an editor, with its figures as PNGs beside them.
 
 The reports of runs and studies, and the results of `cotrain bench` and `cotrain verify`, are all written here.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 
 from pipelines.page.figures import line_figure
+
+HTML = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
+<style>
+body{{margin:0 auto;max-width:66rem;padding:1rem;color:#1c2129;font:16px/1.55 system-ui,sans-serif;overflow-wrap:anywhere}}
+img{{max-width:100%;height:auto}}
+p,li{{max-width:46rem}}
+table{{display:block;overflow-x:auto;border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}}
+th,td{{padding:.4rem .7rem .4rem 0;text-align:left;vertical-align:top;border-bottom:1px solid #d9dee5;min-width:3rem}}
+</style>
+{body}</html>
+"""
 
 REPORT = "report"
 """Folder of a report inside that of its run or study."""
@@ -62,7 +76,10 @@ def line_plot(name: str, title: str, lines: Mapping[str, pd.Series], ylabel: str
 
 
 def write_page(file: Path, page: Page) -> Path:
-    """Write the page and a PNG of each figure, and remove PNGs of an earlier page. Returns the file."""
+    """Write the page as a Markdown file, as HTML beside it, and a PNG of each figure. PNGs of an earlier page are removed.
+
+    Returns the Markdown file.
+    """
     file.parent.mkdir(exist_ok=True)
     for old in file.parent.glob("*.png"):
         old.unlink()
@@ -76,7 +93,10 @@ def write_page(file: Path, page: Page) -> Path:
                 plot.figure.savefig(file.with_name(f"{plot.name}.png"), dpi=160, facecolor="white")
             image = f"![{plot.numbers}]({plot.name}.png)" if plot.figure else ""
             parts += [f"### {plot.title}", image, plot.text]
-    file.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+    text = "\n\n".join(filter(None, parts)) + "\n"
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    file.write_text(text, encoding="utf-8")
+    file.with_suffix(".html").write_text(HTML.format(title=escape(page.title), body=body), encoding="utf-8")
     return file
 
 

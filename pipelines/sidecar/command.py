@@ -140,7 +140,7 @@ def summary(run: Path, verdicts: Sequence[dict[str, Any]], left_out: str) -> str
     if (run / "metrics.jsonl").read_text():
         record = read_run(run)
         done = progress(record)
-        lines |= run_facts(record) | {"report": str(write_run_report(run))}
+        lines |= run_facts(record) | {"report": str(write_run_report(run).with_suffix(".html"))}
     return f"\nDone: {done}\n{aligned(lines | {'run folder': str(run)})}"
 
 

@@ -230,7 +230,7 @@ def _write_report(run_dir: RunDir, console: Console) -> Path | None:
     try:
         from pipelines.train.report import write_run_report
 
-        return write_run_report(run_dir.path)
+        return write_run_report(run_dir.path).with_suffix(".html")
     except Exception as error:  # a figure or the disk may fail, but the run is finished and saved
         console.say(f"report not written ({error}); try again with: cotrain report {run_dir.path}")
         return None

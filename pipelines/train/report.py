@@ -35,7 +35,7 @@ SPEEDUP = "rollout/speedup_vs_no_speculation"
 
 
 def write_run_report(folder: Path) -> Path:
-    """Write report/report.md and its PNGs into the folder of a run; returns the page. Raises the ValueError of `read_run`."""
+    """Write report/report.html, report.md and PNGs into the folder of a run; returns report.md. Raises the ValueError of `read_run`."""
     return write_page(folder / REPORT / "report.md", run_page(read_run(folder)))
 
 

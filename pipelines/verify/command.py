@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         for check in report["checks"]:
             if check["failed"]:
                 say(f"FAIL {check['check']}, {check['setting']}: p {check['p']:.2g}")
-        say(f"{report['verdict']}\nwritten to {out}/: verify.json, verify.md, engine.log")
+        say(f"{report['verdict']}\nwritten to {out}/: verify.html, verify.md, verify.json, engine.log")
     return 0 if report["passed"] else 1
 
 

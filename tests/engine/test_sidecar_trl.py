@@ -84,7 +84,7 @@ def test_an_unchanged_script_gets_a_drafter_that_learns(target_folder: Path, mlf
     assert states.rows[-1]["policy_version"] == STEPS
     assert not states.rows[-1]["hooks_off"] and not states.rows[-1]["refused"]
     assert states.last_served() >= 1.8
-    assert (folder / "runs" / "trl" / "report" / "report.md").is_file()
+    assert (folder / "runs" / "trl" / "report" / "report.html").is_file()
     assert not (folder / "spool").exists()
 
 

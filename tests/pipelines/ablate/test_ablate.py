@@ -60,7 +60,7 @@ def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, tmp_path
     assert f"[2/7] generic, frozen, seed 0 begins; its output is {folder}/logs/" in output
     assert "[2/7] generic, frozen, seed 0: finished, eta" in output
     assert "| no speculation" in output
-    assert "report.md" in output
+    assert "report.html" in output
     config = json.loads((folder / "runs/generic-frozen-s1/config.json").read_text())
     assert config["seed"] == 1 and config["drafter"]["init"] == str(folder / "inits/generic/drafter")
     assert (folder / "runs/generic-frozen-s1/experiment").read_text() == "first"

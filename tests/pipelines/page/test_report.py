@@ -28,7 +28,7 @@ def test_a_run_by_name_or_folder(root: Path, name: str, folder: str, capsys: pyt
     write_run(Path(folder) / "first", [{"step": 1}])
     assert main(["report", name]) == 0
     page = Path(capsys.readouterr().out.strip())
-    assert page == Path(folder) / "first" / "report" / "report.md"
+    assert page == Path(folder) / "first" / "report" / "report.html"
     assert "a cotrain run" in page.read_text()
 
 
@@ -82,7 +82,7 @@ def test_the_end_of_a_run_names_its_report_and_what_to_do_next(root: Path, steps
     at = lines.index("")
     at = lines.index("", at + 1)
     room = "runs/first (0.0 GiB, of them 0.0 of checkpoints)"
-    assert lines[at + 1 : at + 3] == [f"  run folder   {room}", "  report       runs/first/report/report.md"]
+    assert lines[at + 1 : at + 3] == [f"  run folder   {room}", "  report       runs/first/report/report.html"]
     assert (root / "first" / "report" / "report.md").is_file()
     assert (
         "  drafter      models:/llama-drafter@serving in MLflow; serves in stock vLLM as it is" in lines

@@ -81,6 +81,8 @@ def test_the_report_shows_arms_with_the_table_in_files(whole: Path) -> None:
     assert file == "acceptance_length_1.png" and "generic-frozen: 1.00 first, 1.50 last" in numbers
     assert [path.name for path in page.parent.glob("*.png")] == [file]
     text = page.read_text()
+    html = page.with_suffix(".html").read_text()
+    assert html.count("<table>") == text.count("\n|-") + text.count("\n|:") and f'src="{file}"' in html
     assert "1.75 (1.70..1.80)" in next(line for line in text.splitlines() if line.startswith("| generic-online"))
     assert "failed or are missing" not in text
     table = pd.read_csv(whole / "report" / "table.csv").set_index("name")
