@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from cotrain.config.schema import DrafterConfig
+from cotrain.publish.publisher import Publisher, PublisherSpec
 from cotrain.records import RolloutBatch, Versions
-from cotrain.roles.publisher import Publisher, PublisherSpec
 from cotrain.stream.ledger import Ledger
 from tests.cotrain.publish.simulated import Lengths, rollouts_of, true_length
 from tests.cotrain.publish.simulated_run import GOOD, World
@@ -108,7 +108,7 @@ def simulate(case: Case, num_steps: int, seed: int = 0) -> Tally:
     world.index = case.index
     drafter = DrafterConfig.model_validate({"model": {"type": "eagle3"}})
     spec = PublisherSpec(drafter, num_steps, case.lag, recomputes=True)
-    publisher = Publisher(spec, world.call, world, Path(), None, Versions(0, 0))
+    publisher = Publisher(spec, world, world, Path(), None, Versions(0, 0))
     tally, since, better = Tally(), 0, False
     steps = with_lag(case, world, num_steps) if case.lag else in_turns(world, num_steps)
     for step, (batch, versions) in enumerate(steps, 1):

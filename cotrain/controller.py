@@ -11,17 +11,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from cotrain.actors.drafter import Drafter
+from cotrain.actors.engines import RolloutEngines
+from cotrain.actors.learner import Pending
+from cotrain.actors.policy import Policy
+from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.policy.losses import group_advantages
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Outcome
+from cotrain.publish.publisher import Publisher
 from cotrain.records import GainReport, Prompt, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
-from cotrain.roles.engines import RolloutEngines
-from cotrain.roles.learners import Learner
-from cotrain.roles.publisher import Publisher
-from cotrain.roles.rewards import Rewards
 from cotrain.rollout.acceptance_stats import counts_by_depth, last_segment
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
@@ -55,8 +57,8 @@ class Roles:
 
     engines: RolloutEngines
     rewards: Rewards
-    policy: Learner
-    drafter: Learner | None
+    policy: Policy
+    drafter: Drafter | None
     publisher: Publisher | None
     reactor: Reactor
     nodes: Nodes
@@ -96,7 +98,7 @@ class Controller:
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
         )
-        self._heads: list[Any] = []  # calls in which the trainer reads the policy's head
+        self._heads: Pending[None] = Pending([])  # the call in which the trainer reads the policy's head
         self._checked = False
         self._window_began, self._waited = time.perf_counter(), 0.0
         rollout = config.rollout
@@ -227,7 +229,7 @@ class Controller:
         rollout = self.config.rollout
         with self._timed("self_check"):
             shards = [self.roles.nodes.bring(shard, self.roles.nodes.local) for shard in batch.features]
-            here, forward = replace(batch, features=shards), partial(self.roles.policy.call, "hidden_states")
+            here, forward = replace(batch, features=shards), self.roles.policy.hidden_states
             error = check_features(here, forward, rollout.dtype, self.versions.policy)
             check_records(here, () if rollout.ignore_eos else end_token_ids(self.roles.nodes.model_path))
             self.roles.nodes.remove_all(set(shards).difference(batch.features))
@@ -259,7 +261,7 @@ class Controller:
             return []
         arguments = chosen.rollouts, self._sampling, monitor.logit_tolerance
         with self._timed("lossless"):
-            draws = self.roles.policy.call("response_draws", *arguments)
+            draws = self.roles.policy.response_draws(*arguments)
             verdict, metrics = monitor.check(step, chosen, draws, time.perf_counter() - started)
         row |= metrics
         if verdict.passed:
@@ -281,25 +283,26 @@ class Controller:
         With lag, the drafter's training continues during the next step. Raises DrafterAlarm, once recorded, if one ends the run.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
-        update = policy.begin("update", rollouts) if self.config.policy.train else None
+        update = policy.begin_update(rollouts) if self.config.policy.train else None
         outcome = None
         if publisher is not None:
             publisher.serves(self.versions)
         if drafter is not None and publisher is not None and self.mode is None:
-            self.roles.reactor.wait(self._heads)
+            self.roles.reactor.wait(self._heads.references)
             outcome = publisher.evaluate(step, window or RolloutBatch([], [], None, 0.0, 0), self.versions)
             self._record(outcome, row)
             if outcome.swap is not None:
                 version = outcome.events[-1].version
                 self._event(step, "drafter swapped", version=version)
-                drafter.call("save_checkpoint", self.run_dir.drafter(version), version)
+                drafter.save_checkpoint(self.run_dir.drafter(version), version)
             if outcome.trains and self._training is not None:
                 self._training.begin(step)
         elif window is not None:
             self.roles.nodes.remove_all(window.features)  # tapped before speculation was switched off
         if update is not None:
-            self.roles.reactor.wait(update)
-            row |= policy.finish(update)
+            self.roles.reactor.wait(update.references)
+            metrics = policy.finish(update)
+            row |= metrics
             began, ended = policy.last_call
             self._seconds["update"] = ended - began
             self.records.events.write(step, {"time": ended, "event": "policy updated", "seconds": ended - began})
@@ -326,12 +329,12 @@ class Controller:
             started = time.perf_counter()
             reactor.until(lambda: not ledger.count("admitted", "dispatched"))
             self._waited += time.perf_counter() - started
-        reactor.wait(self._heads)  # the trainer must have read the file before it is written again
+        reactor.wait(self._heads.references)  # the trainer must have read the file before it is written again
         version = self.versions.policy + 1
-        payload = self.roles.policy.call("write_payload", nodes.scratch[self.roles.policy.node] / POLICY_FILE)
+        payload = self.roles.policy.write_payload(nodes.scratch[self.roles.policy.node] / POLICY_FILE)
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
-            self._heads = drafter.begin("set_target_weights", nodes.bring(payload.path, drafter.node), version)
+            self._heads = drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), version)
         keeps = self.config.stream.on_swap == "keep_kv"
         row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version, keeps))
         self._event(step, "policy swapped", version=version)
@@ -392,9 +395,9 @@ class Controller:
             stream=self.producer.state(),
         )
         with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last, trial) as folder:
-            self.roles.policy.call("save", folder / "policy", not trial)
+            self.roles.policy.save(folder / "policy", not trial)
             if drafter is not None and not trial:  # the first drafter has been saved into the run folder
-                drafter.call("save", folder / "drafter")
+                drafter.save(folder / "drafter")
             if self.config.rollout.history is not None:
                 self.roles.engines.save_history(folder / HISTORY)
 

@@ -436,9 +436,21 @@ class RolloutEngine:
 
     # -- history -----------------------------------------------------------------------------------------------------
 
-    async def history(self, action: str, *args: Any) -> Any:
-        """Call a method of the worker's HistoryDrafting, or of its index."""
-        return await self._call("cotrain_history", action, *args)
+    async def save_history(self, path: str) -> None:
+        """Write the index that this engine drafts from."""
+        await self._call("cotrain_history", "index.save", path)
+
+    async def load_history(self, path: str) -> None:
+        """Draft from the index that `save_history` wrote."""
+        await self._call("cotrain_history", "index.load", path)
+
+    async def forget_history(self) -> None:
+        """Forget all texts of the index."""
+        await self._call("cotrain_history", "index.forget")
+
+    async def take_history_report(self) -> dict[str, Any]:
+        """Return the report of HistoryDrafting since the last call."""
+        return await self._call("cotrain_history", "take_report")
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
         """Add finished rollouts, of this engine or of others, to the history that this engine drafts from, if it has one."""

@@ -176,11 +176,16 @@ class Engines:
         """The drafter version that was sent last; 0 is the one that the engines start with."""
         return int(self._current["version"])
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Switch drafting off for "set_num_speculative_tokens". A host's engines can do nothing else that the publisher asks."""
-        if method == "set_num_speculative_tokens":
-            self._write(on=False)
+    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
+        """Switch drafting off, which is all that the publisher asks for."""
+        self._write(on=False)
+
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
+        """Return nothing: a host's engines read back each update themselves."""
         return []
+
+    def clear_drafter_cache(self) -> None:
+        """Do nothing: a host's cache is its own."""
 
     def update_drafter(
         self, payload: WeightPayload, version: int, expected_rates: Sequence[float] | None = None

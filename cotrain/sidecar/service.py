@@ -18,8 +18,8 @@ import torch
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.publish.decision import Outcome
+from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import ScoredRollout, Versions
-from cotrain.roles.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
@@ -28,6 +28,7 @@ from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
 from cotrain.stream.metrics import rollout_metrics
+from cotrain.trainer.trainer import DrafterTrainer, FreshScores
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
 MOST_ROUNDS = 10_000  # the chance of a false alarm is shared out over these, since a sidecar has no planned end
@@ -56,6 +57,17 @@ def serve(
         return prepared.spool.verdicts(), left_out
 
 
+class _Trainer:
+    """The trainer as the publisher calls it, where the features of a batch have been read already."""
+
+    def __init__(self, trainer: DrafterTrainer):
+        self._trainer, self.publish, self.write_payload = trainer, trainer.publish, trainer.write_payload
+
+    def take_in(self, shards: list[Any], *args: Any) -> tuple[FreshScores, dict[str, float]]:
+        metrics = self._trainer.add_records(shards)
+        return self._trainer.score_fresh(*args), metrics
+
+
 class DrafterService:
     """One trainer, and all engines that draft with its drafter."""
 
@@ -71,7 +83,7 @@ class DrafterService:
         drafter = self._config.drafter.model_copy(update={"on_drafter_failure": "continue"})
         spec = PublisherSpec(drafter, MOST_ROUNDS, sys.maxsize, recomputes=False)
         self._publisher = Publisher(
-            spec, self._call, self._engines, prepared.spool.current.parent, None, self._state.versions
+            spec, _Trainer(self._trainer), self._engines, prepared.spool.current.parent, None, self._state.versions
         )
         if self._state.drafting is not None:
             self._publisher.load_state(self._state.drafting)
@@ -80,13 +92,6 @@ class DrafterService:
         self._ended = time.monotonic()
         self._left_out = Counter[str]()
         self._said: dict[str, str] = {}
-
-    def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the trainer for the publisher. "take_in" gets rollouts that have been read, instead of files."""
-        if method == "take_in":
-            metrics = self._trainer.add_records(args[0])
-            return self._trainer.score_fresh(*args[1:]), metrics
-        return getattr(self._trainer, method)(*args)
 
     def run(self, stop: Callable[[], bool]) -> str:
         """Run rounds until `stop` returns True, and then save a checkpoint. Returns which requests were left out."""

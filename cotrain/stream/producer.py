@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cotrain.actors.engines import RolloutEngines, derived_seed, merge
+from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest
-from cotrain.roles.engines import RolloutEngines, derived_seed, merge
-from cotrain.roles.rewards import Rewards
 from cotrain.run.rows import RowFile
 from cotrain.stream.ledger import ENGINE_DIED, Group, Ledger
 from cotrain.stream.lengths import LengthHistory

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from cotrain.actors.drafter import Drafter
 from cotrain.config.schema import RunConfig
-from cotrain.roles.learners import Learner
 from cotrain.run.rows import RowFile
 from cotrain.stream.reactor import Reactor
 
@@ -11,7 +11,7 @@ from cotrain.stream.reactor import Reactor
 class DrafterTraining:
     """Keeps the drafter trainer busy. Each update is a call of its own, so that no other call waits for a whole round."""
 
-    def __init__(self, config: RunConfig, trainer: Learner, reactor: Reactor, events: RowFile):
+    def __init__(self, config: RunConfig, trainer: Drafter, reactor: Reactor, events: RowFile):
         assert config.drafter is not None
         self._round = config.drafter.updates_per_step
         self._trainer, self._reactor, self._events = trainer, reactor, events
@@ -39,7 +39,7 @@ class DrafterTraining:
 
     def _go_on(self) -> None:
         self.under_way = True
-        [reference] = self._trainer.begin("train", self._step, 1)
+        [reference] = self._trainer.begin_train(self._step, 1).references
         self._reactor.add(reference, partial(self._trained, self._step))
 
     def _trained(self, step: int, returned: tuple[dict[str, float], float, float]) -> None:

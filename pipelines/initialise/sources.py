@@ -14,9 +14,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from cotrain.actors.engines import derived_seed
 from cotrain.config.schema import DatasetRollouts, RecordedRollouts, RunConfig
 from cotrain.records import RolloutRequest
-from cotrain.roles.engines import derived_seed
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
 from cotrain.run.rows import RowFile, read_rows

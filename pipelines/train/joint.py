@@ -36,9 +36,9 @@ from drafters.files import write_json
 from pipelines.plan import GIB
 
 if TYPE_CHECKING:
+    from cotrain.actors.engines import RolloutEngines
     from cotrain.controller import Controller
     from cotrain.lossless.family import GreedyCheck
-    from cotrain.roles.engines import RolloutEngines
     from cotrain.run.tracking import Tracker
     from cotrain.transport.nodes import Nodes
 
@@ -94,7 +94,7 @@ def train(config: RunConfig, resume: bool) -> int:
             with console.phase("timing of draft lengths"):
                 prompts = (task.prompt(i) for i in range(min(len(task), config.rollout.max_num_seqs)))
                 timed = [encode_prompt(tokenizer, prompt, config.rollout.max_prompt_tokens) for prompt in prompts]
-                steps.write(state.step, {"measured": roles.engines.call("time_draft_lengths", timed)})
+                steps.write(state.step, {"measured": roles.engines.time_draft_lengths(timed)})
         write_json(run_dir.logs / "startup.json", ready_s)
         console.say("ready after: " + ", ".join(f"{part} {seconds:.1f}s" for part, seconds in ready_s.items()))
         console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
@@ -183,12 +183,12 @@ def greedy_rollouts(
     """Generate greedy responses with this draft length. Afterwards the engines choose their own draft length again."""
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
     try:
-        engines.call("set_num_speculative_tokens", num_speculative_tokens)
-        engines.call("reset_prefix_cache")
+        engines.set_num_speculative_tokens(num_speculative_tokens)
+        engines.reset_prefix_cache()
         return engines.generate(requests, tap=False, **sampling).rollouts
     finally:
-        engines.call("set_num_speculative_tokens", None)
-        engines.call("reset_prefix_cache")  # what was cached without speculation has no drafter KV
+        engines.set_num_speculative_tokens(None)
+        engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
 
 
 def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None") -> None:
@@ -201,7 +201,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
     from pipelines.train.report import progress, run_facts
 
     run = read_run(run_dir.path)
-    choices = controller.roles.engines.call("describe_speculation") if config.speculates else []
+    choices = controller.roles.engines.describe_speculation() if config.speculates else []
     speculation = controller.mode or "; ".join(dict.fromkeys(choices))
     lines = run_facts(run, speculation, check.passed if check else None)
     total, saved = (

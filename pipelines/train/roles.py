@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from cotrain.actors.drafter import start_drafter
+from cotrain.actors.engines import RolloutEngines
+from cotrain.actors.policy import start_policy
+from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
 from cotrain.controller import HISTORY, POLICY_FILE, Roles
 from cotrain.process.cluster import Cluster
-from cotrain.roles.engines import RolloutEngines
-from cotrain.roles.learners import start_drafter, start_policy
-from cotrain.roles.publisher import DRAFTER_FILE, Publisher, publisher_spec
-from cotrain.roles.rewards import Rewards
+from cotrain.publish.publisher import DRAFTER_FILE, Publisher, publisher_spec
 from cotrain.run.checkpoint import RunState
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.registry import first_drafter
@@ -33,10 +34,10 @@ def start_roles(
         init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
         drafter = start_drafter(cluster, nodes, config, init)
         if state.step:
-            drafter.call("load", run_dir.checkpoint(state.step) / "drafter")
-        serving = drafter.call("serving")
+            drafter.load(run_dir.checkpoint(state.step) / "drafter")
+        serving = drafter.serving()
         # Written again on a resume too, because a run that was killed may have left half of it.
-        drafter.call("save_checkpoint", run_dir.drafter(versions.drafter), versions.drafter)
+        drafter.save_checkpoint(run_dir.drafter(versions.drafter), versions.drafter)
         ready("drafter")
     loading = engines.start(serving, versions, state.step, run_dir.drafter(versions.drafter))
     policy = start_policy(cluster, nodes, config)
@@ -44,22 +45,22 @@ def start_roles(
     tokenizer = load_tokenizer(model_path)
     ready("tokenizer")
     if state.step:
-        policy.call("load", run_dir.checkpoint(state.step) / "policy")
-    payload = policy.call("write_payload", nodes.scratch[policy.node] / POLICY_FILE)
+        policy.load(run_dir.checkpoint(state.step) / "policy")
+    payload = policy.write_payload(nodes.scratch[policy.node] / POLICY_FILE)
     ready("policy")
     if drafter is not None:
-        drafter.call("set_target_weights", nodes.bring(payload.path, drafter.node), versions.policy)
+        drafter.finish(drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), versions.policy))
     cluster.get(loading)
     if versions.policy:
         engines.update_policy(payload, versions.policy)
     history = run_dir.checkpoint(state.step) / HISTORY
     if config.rollout.history is not None and state.step and history.is_file():
-        engines.call("history", "index.load", str(history))
+        engines.load_history(history)
     ready("engine")
     publisher = None
     if drafter is not None:
         scratch = nodes.scratch[drafter.node]
-        sent = drafter.call("write_payload", scratch / DRAFTER_FILE, versions.drafter)
-        publisher = Publisher(publisher_spec(config), drafter.call, engines, scratch, sent, versions)
+        sent = drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter)
+        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, sent, versions)
     reactor = Reactor(cluster, config.cluster.hang_after_s)
     return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)

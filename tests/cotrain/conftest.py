@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cotrain.controller import Controller, Records, Roles
+from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import (
     Prompt,
     Versions,
 )
-from cotrain.roles.publisher import Publisher, publisher_spec
 from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
@@ -57,7 +57,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), None, {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
-        publisher = Publisher(publisher_spec(config), world.call, world, tmp_path, None, state.versions)
+        publisher = Publisher(publisher_spec(config), world, world, tmp_path, None, state.versions)
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(simulated_roles.Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)

@@ -229,7 +229,7 @@ def test_an_alarm_is_raised_where_no_group_has_ended_since_the_last_step(
     resume_with_scored_groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Policy, "biased", True)
-    monkeypatch.setattr(Policy, "update", lambda *_: pytest.fail("the policy must not learn from another law"))
+    monkeypatch.setattr(Policy, "begin_update", lambda *_: pytest.fail("the policy must not learn from another law"))
     controller = resume_with_scored_groups(World(GOOD))
     with pytest.raises(DrafterAlarm, match="step 4 raised not_lossless"):
         go(controller, 4)
@@ -263,7 +263,7 @@ def test_a_step_that_waited_for_nothing_tells_no_speed(resume_with_scored_groups
 def test_a_step_without_ended_groups_still_reads_the_weights_back_and_trains(
     resume_with_scored_groups: Any, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    monkeypatch.setattr("cotrain.roles.publisher.DELIVERY_CHECK_STEPS", 4)
+    monkeypatch.setattr("cotrain.publish.publisher.DELIVERY_CHECK_STEPS", 4)
     world = World(GOOD)
     controller = resume_with_scored_groups(world)
     controller.roles.publisher._sent, world.lost = {"fc.weight": "0"}, lost

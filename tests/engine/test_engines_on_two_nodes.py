@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
+from cotrain.actors.engines import RolloutEngines
 from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions
-from cotrain.roles.engines import RolloutEngines
 from cotrain.run.provenance import package_versions
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused, write_payload
@@ -65,10 +65,10 @@ def test_weights_reach_both_nodes_or_none(
     )
     good = write_payload(first, nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32)
     engines.update_drafter(good, 1)
-    assert engines.call("served_digests", sorted(good.digests), True) == [good.digests] * 2
+    assert engines.served_digests(sorted(good.digests), True) == [good.digests] * 2
     policy = write_payload(moved_target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
     engines.update_policy(policy, 1)
-    assert engines.call("served_digests", sorted(policy.digests), False) == [policy.digests] * 2
+    assert engines.served_digests(sorted(policy.digests), False) == [policy.digests] * 2
 
     better = write_payload(second, nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32)
     bring = nodes.bring
@@ -83,7 +83,7 @@ def test_weights_reach_both_nodes_or_none(
     with pytest.raises(WeightUpdateRefused, match="checksum differs"):
         engines.update_drafter(better, 2)
     monkeypatch.undo()
-    assert engines.call("served_digests", sorted(good.digests), True) == [good.digests] * 2
+    assert engines.served_digests(sorted(good.digests), True) == [good.digests] * 2
     batch = engines.generate(make_requests(4))
     assert {rollout.versions for rollout in batch.rollouts} == {Versions(1, 1)}
     brought = [nodes.bring(path, nodes.local, move=True) for path in batch.features]
@@ -119,7 +119,7 @@ def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record
     engines.come_back(engine)
     assert engines.in_dispatch == [0, 1]
     for of_record, draft in zip(digests, (False, True), strict=True):
-        assert engines.call("served_digests", sorted(of_record), draft) == [of_record] * 2
+        assert engines.served_digests(sorted(of_record), draft) == [of_record] * 2
     assert alike(tokens(engines.generate(requests[:4], tap=False, **greedy)), alone)
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cotrain.actors.drafter import start_drafter
+from cotrain.actors.policy import start_policy
 from cotrain.config.schema import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
 from cotrain.process.cluster import Cluster
 from cotrain.records import Rollout, ScoredRollout, Versions
-from cotrain.roles.learners import start_drafter, start_policy
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
@@ -80,20 +81,20 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
         scratch, nodes.model_path = nodes.scratch[nodes.local], target_folder
         alone = start_policy(cluster, nodes, config)
         for _ in range(2):
-            alone.call("update", rollouts)
-        digests_alone = alone.call("write_payload", scratch / "alone.safetensors").digests
+            alone.finish(alone.begin_update(rollouts))
+        digests_alone = alone.write_payload(scratch / "alone.safetensors").digests
 
         beside = start_policy(cluster, nodes, config)
         drafter = start_drafter(cluster, nodes, config, None)
-        first = beside.call("write_payload", scratch / "first.safetensors")
-        drafter.call("set_target_weights", first.path, 0)
+        first = beside.write_payload(scratch / "first.safetensors")
+        drafter.finish(drafter.begin_set_target_weights(first.path, 0))
         for step in (1, 2):
             shard = write_features(scratch / f"features_{step}.safetensors", target_model, rollouts)
-            update = beside.begin("update", rollouts)
-            drafter.call("take_in", [shard], 0, (), 0)
-            learned = drafter.call("train", step, 4)
+            update = beside.begin_update(rollouts)
+            drafter.take_in([shard], 0, (), 0)
+            learned = drafter.finish(drafter.begin_train(step, 4))
             beside.finish(update)
             assert learned["drafter/loss"] > 0
-        digests_beside = beside.call("write_payload", scratch / "beside.safetensors").digests
+        digests_beside = beside.write_payload(scratch / "beside.safetensors").digests
     assert digests_beside == digests_alone
     assert digests_beside != first.digests

@@ -15,12 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import cotrain.roles.learners
+import cotrain.actors.policy
+from cotrain.actors.engines import RolloutEngines
+from cotrain.actors.policy import Policy, PolicyActor, start_policy
 from cotrain.config.schema import PolicyConfig, RolloutConfig, RunConfig
+from cotrain.process.calls import begin
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions, WeightPayload
-from cotrain.roles.engines import RolloutEngines
-from cotrain.roles.learners import Learner, PolicyActor, start_policy
+from cotrain.rollout.engine import RolloutEngine
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import write_payload
 from drafters.base import Drafter
@@ -48,7 +50,7 @@ class GlooPolicyActor(PolicyActor):
 @pytest.fixture(scope="module")
 def roles(
     target_folder: Path, drafter_folder: Path, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[RolloutEngines, Learner, Nodes, Any]]:
+) -> Iterator[tuple[RolloutEngines, Policy, Nodes, Any]]:
     from cotrain.process.cluster import Cluster
 
     folder = tmp_path_factory.mktemp("transfer")
@@ -60,7 +62,7 @@ def roles(
     config = config.model_copy(update={"policy": policy, "rollout": rollout})
     with pytest.MonkeyPatch.context() as patch:
         if BACKEND == "gloo":
-            patch.setattr(cotrain.roles.learners, "PolicyActor", GlooPolicyActor)
+            patch.setattr(cotrain.actors.policy, "PolicyActor", GlooPolicyActor)
         cluster = Cluster(config, folder)
         nodes = Nodes(cluster, "transfer")
         (folder / "config.json").write_text("{}")
@@ -75,25 +77,26 @@ def roles(
         cluster.stop()
 
 
-def next_policy(roles: tuple[RolloutEngines, Learner, Nodes, Any], version: int) -> Any:
+def next_policy(roles: tuple[RolloutEngines, Policy, Nodes, Any], version: int) -> Any:
     """The learner makes an update and writes the file of it."""
     _, learner, nodes, _ = roles
-    learner.call("update", make_rollouts())
-    return learner.call("write_payload", nodes.scratch[nodes.local] / f"policy_{version}.safetensors")
+    learner.finish(learner.begin_update(make_rollouts()))
+    return learner.write_payload(nodes.scratch[nodes.local] / f"policy_{version}.safetensors")
 
 
-def compare_all(roles: tuple[RolloutEngines, Learner, Nodes, Any], folder: Path) -> WeightPayload:
+def compare_all(roles: tuple[RolloutEngines, Policy, Nodes, Any], folder: Path) -> WeightPayload:
     """Both engines serve what the learner has. Returns all of it."""
     at, learner, nodes, _ = roles
-    learner.call("save", folder)
+    learner.save(folder)
     whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
-        assert at.call("_weights", False, "compare", whole.path, whole.digests, turn) == [None] * 2
+        looks = whole.path, whole.digests, turn
+        at._ask((0, 1), lambda e, looks=looks: begin(e, RolloutEngine._weights, False, "compare", *looks))
     return whole
 
 
 def test_all_engines_serve_what_the_learner_has_while_they_generate(
-    roles: tuple[RolloutEngines, Learner, Nodes, Any], tmp_path: Path
+    roles: tuple[RolloutEngines, Policy, Nodes, Any], tmp_path: Path
 ) -> None:
     engines, _, _, cluster = roles
     payload = next_policy(roles, 1)
@@ -108,7 +111,7 @@ def test_all_engines_serve_what_the_learner_has_while_they_generate(
 
 
 def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_record(
-    roles: tuple[RolloutEngines, Learner, Nodes, Any], fitted_drafter: Drafter, tmp_path: Path
+    roles: tuple[RolloutEngines, Policy, Nodes, Any], fitted_drafter: Drafter, tmp_path: Path
 ) -> None:
     engines, _, nodes, cluster = roles
     pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
@@ -130,17 +133,17 @@ def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_
     engines.update_policy(next_policy(roles, 2), 2)
     assert engines.in_dispatch == [0, 1]
     compare_all(roles, tmp_path)
-    assert engines.call("served_digests", sorted(drafter.digests), True) == [drafter.digests] * 2
+    assert engines.served_digests(sorted(drafter.digests), True) == [drafter.digests] * 2
     versions = {rollout.versions for rollout in engines.generate(make_requests(4)).rollouts}
     assert versions == {Versions(2, 1)}
 
 
 def test_weights_that_are_not_those_of_the_file_quarantine_the_engines(
-    roles: tuple[RolloutEngines, Learner, Nodes, Any],
+    roles: tuple[RolloutEngines, Policy, Nodes, Any],
 ) -> None:
     engines, learner, _, _ = roles
     payload = next_policy(roles, 3)
-    learner.call("update", make_rollouts())
+    learner.finish(learner.begin_update(make_rollouts()))
     with pytest.raises(RunFailure, match="not those that the learner has sent"):
         engines.update_policy(payload, 3)
     assert len(engines.in_dispatch) == 1  # the last one that may be lost ends the run

@@ -49,7 +49,7 @@ def historian(
 
 
 def counts(live: LiveEngine) -> dict[str, int]:
-    return live.run(live.engine.history("take_report"))["counts"]
+    return live.run(live.engine.take_history_report())["counts"]
 
 
 def assert_history_was_right(live: LiveEngine) -> None:
@@ -137,11 +137,11 @@ def test_a_saved_history_is_taken_over(historian: LiveEngine, tmp_path: Path) ->
     path = str(tmp_path / "history.safetensors")
     requests = make_requests(4, seed=11)
     historian.greedy(requests, tap=False)
-    historian.run(historian.engine.history("index.save", path))
-    historian.run(historian.engine.history("index.forget"))
+    historian.run(historian.engine.save_history(path))
+    historian.run(historian.engine.forget_history())
     counts(historian)
-    assert historian.run(historian.engine.history("take_report"))["state"]["history/tokens"] == 0
-    historian.run(historian.engine.history("index.load", path))
+    assert historian.run(historian.engine.take_history_report())["state"]["history/tokens"] == 0
+    historian.run(historian.engine.load_history(path))
     historian.greedy(requests, tap=False)
     assert_history_was_right(historian)
 
@@ -150,7 +150,7 @@ def test_rollouts_of_another_engine_are_drafted_from(historian: LiveEngine) -> N
     requests = make_requests(4, seed=29)
     historian.run(historian.engine.set_num_speculative_tokens(0))
     batch = historian.greedy(requests, tap=False)
-    historian.run(historian.engine.history("index.forget"))
+    historian.run(historian.engine.forget_history())
     historian.run(historian.engine.add_history(batch.rollouts))
     historian.run(historian.engine.set_num_speculative_tokens(3))
     counts(historian)
@@ -165,7 +165,7 @@ def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
     """What the drafter before it had accepted says nothing of the new one."""
     requests = make_requests(16, seed=31)
     historian.run(historian.engine.set_num_speculative_tokens(3))
-    historian.run(historian.engine.history("index.forget"))
+    historian.run(historian.engine.forget_history())
     historian.send_drafter(untrained_drafter.state_for_serving())
     historian.generate(requests, tap=False)
     counts(historian)

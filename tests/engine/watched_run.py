@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from cotrain.actors.engines import RolloutEngines
 from cotrain.records import SwapReport, WeightPayload
-from cotrain.roles.engines import RolloutEngines
 from cotrain.transport.nodes import Nodes
 from pipelines.cli import main
 
@@ -31,7 +31,7 @@ def watch(method: str, draft: bool) -> None:
             with patch.object(Nodes, "bring", flipped if draft and os.environ.get("FLIP") == str(version) else bring):
                 return update(engines, payload, version, *rest)
         finally:
-            served = engines.call("served_digests", sorted(payload.digests), draft)
+            served = engines.served_digests(sorted(payload.digests), draft)
             note(update=method, version=version, sent=payload.digests, served=served)
 
     setattr(RolloutEngines, method, watched)
@@ -44,7 +44,7 @@ def watch_return() -> None:
         come_back(engines, engine)
         assert engines._policy is not None and engines._drafter is not None
         for (payload, version), draft in ((engines._policy, False), (engines._drafter, True)):
-            served = engines.call("served_digests", sorted(payload.digests), draft)
+            served = engines.served_digests(sorted(payload.digests), draft)
             note(update="come_back", version=version, sent=payload.digests, served=served, engine=engine)
 
     RolloutEngines.come_back = watched  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ for name, environment in clients.items():
 
 from types import SimpleNamespace
 from cotrain.records import Prompt
-from cotrain.roles.rewards import Rewards
+from cotrain.actors.rewards import Rewards
 reward, prompt = Path("my_reward.py"), Prompt("p", [{"role": "user", "content": "3 + 4?"}], 7)
 reward.write_text("def score(prompt, response, answer):\\n    return 1 / (len(response) - answer)\\n")
 rewards = Rewards(cluster, SimpleNamespace(call=lambda node, function, *args: function(*args)), config)
@@ -206,31 +206,30 @@ import asyncio, json, time
 from pathlib import Path
 from cotrain.process.cluster import Cluster
 from cotrain.config.schema import RunConfig
-from cotrain.roles.engines import EngineActor, RolloutEngines
+from cotrain.actors.engines import EngineActor, RolloutEngines
 from cotrain.transport.nodes import Nodes
 
 class Slow:
     async def generate(self, requests, tap):
         await asyncio.sleep(5)
-    async def update_policy(self, payload, version, keep_kv):
-        return "updated"
+    async def reset_prefix_cache(self):
+        pass
 
 class SlowEngine(EngineActor):
     _engine = Slow()  # calls of an asynchronous actor may overtake each other
     def load_library(self): pass
 
-import cotrain.roles.engines
-cotrain.roles.engines.EngineActor = SlowEngine
+import cotrain.actors.engines
+cotrain.actors.engines.EngineActor = SlowEngine
 task = {"type": "reasoning_gym", "name": "chain_sum"}
 config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=task)
 cluster = Cluster(config, Path.cwd())
 nodes = Nodes(cluster, "slow")
 engines = RolloutEngines(cluster, nodes, config)
-engines._update = lambda method, payload, *args: engines._ask({0: (method, payload, *args)})
-engines.call("update_policy", None, 0, False)
+engines.reset_prefix_cache()
 outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
 started = time.monotonic()
-engines.call("update_policy", None, 1, False)
+engines.reset_prefix_cache()
 print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - len(cluster.wait_any(outstanding, 0.0))}))
 nodes.close()
 cluster.stop()
@@ -252,7 +251,6 @@ import numpy as np
 from ray.cluster_utils import Cluster as Nodes
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.roles.learners import Learner
 
 nodes, size = Nodes(), {"num_cpus": 4, "object_store_memory": 100 * 2**20}
 here = nodes.add_node(**size, include_dashboard=False)

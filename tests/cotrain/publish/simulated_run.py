@@ -128,9 +128,6 @@ class World:
         self.skill, self.updates = self.skill + self.learns, self.updates + num_updates
         return {"drafter/train_s": 1.0, "drafter/loss": 2.0}
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self, method)(*args)
-
     def publish(self, weights_of: int | None) -> int:
         self.calls.append("publish" if weights_of is None else f"publish {weights_of}")
         self.version += 1

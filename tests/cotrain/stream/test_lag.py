@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from cotrain.actors.engines import merge
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout, Segment, Versions
-from cotrain.roles.engines import merge
 from cotrain.rollout.acceptance_stats import counts_by_versions, counts_of_steps, last_segment, total_counts
 from cotrain.stream.ledger import check_lag
 from cotrain.stream.metrics import lag_metrics, rollout_metrics

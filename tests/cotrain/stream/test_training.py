@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cotrain.actors.learner import Pending
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.stream.reactor import Reactor
 from cotrain.stream.training import DrafterTraining
@@ -18,9 +19,15 @@ class Trainer:
         self.waiting: list[Reference] = []
         self.made: list[Any] = []
 
-    def begin(self, *call: Any) -> list[Reference]:
+    def begin_train(self, step: int, num_updates: int) -> Pending[Any]:
+        return self._begin("train", step, num_updates)
+
+    def begin_set_target_weights(self) -> Pending[Any]:
+        return self._begin("set_target_weights")
+
+    def _begin(self, *call: Any) -> Pending[Any]:
         self.waiting.append(Reference(call))
-        return self.waiting[-1:]
+        return Pending(self.waiting[-1:])
 
     def work(self, _: Any = None) -> None:
         if self.waiting:
@@ -55,8 +62,8 @@ def test_a_round_is_waited_for(new: Any) -> None:
 def test_other_calls_come_between_two_updates(new: Any) -> None:
     trainer, reactor, training, events = new(lag=1)
     training.begin(3)
-    heads = trainer.begin("set_target_weights")
-    reactor.wait(heads)
+    heads = trainer.begin_set_target_weights()
+    reactor.wait(heads.references)
     assert trainer.made == [("train", 3, 1), ("set_target_weights",)]
     training.begin(4)  # a round begins before the last one has ended
     training.finish()

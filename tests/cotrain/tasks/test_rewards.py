@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from cotrain.actors.rewards import RewardActor
 from cotrain.config.schema import DatasetTask
 from cotrain.process.failures import TaskFailed
 from cotrain.records import Prompt
-from cotrain.roles.rewards import RewardActor
 from cotrain.tasks.rewards import exact, load_reward, math_verify, numeric
 
 PROMPT = [{"role": "user", "content": "What is 3 + 4?"}]

@@ -5,7 +5,7 @@ serving drafter and the candidate (the trainer's drafter as the previous step le
 at once, while the policy learns, so that what is published is what was scored.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from cotrain.publish.decision import Outcome, alarmed, decide
 from cotrain.publish.evidence import Evidence, Publication
 from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
 from cotrain.rollout.acceptance_stats import drafter_counts, last_segment, total_counts
+from cotrain.trainer.trainer import FreshScores
 from cotrain.transport.payload import WeightUpdateRefused
 
 DELIVERY_CHECK_STEPS = 10
@@ -53,13 +54,34 @@ def publisher_spec(config: RunConfig) -> PublisherSpec:
 class Engines(Protocol):
     """All engines that the drafter serves."""
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of each engine and return the results in a list."""
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
+        """Return the checksums of these tensors of each engine, see RolloutEngine.served_digests."""
+
+    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
+        """Set the draft length of all engines."""
+
+    def clear_drafter_cache(self) -> None:
+        """Zero the drafter's keys and values in all engines."""
 
     def update_drafter(
         self, payload: WeightPayload, version: int, expected_rates: Sequence[float] | None = None
     ) -> SwapReport:
         """Put a drafter into all engines, or into none. Raises WeightUpdateRefused."""
+
+
+class Trainer(Protocol):
+    """The trainer of the drafter; see DrafterTrainer."""
+
+    def take_in(
+        self, shards: list[str], serving: int, keep: Collection[int], judged: int
+    ) -> tuple[FreshScores, dict[str, float]]:
+        """Take in the features of a step, and score the serving drafter and the candidate on them."""
+
+    def publish(self, weights_of: int | None) -> int:
+        """Freeze weights under the next drafter version."""
+
+    def write_payload(self, path: Path, version: int) -> WeightPayload:
+        """Write a publication for the engines."""
 
 
 class Publisher:
@@ -68,16 +90,13 @@ class Publisher:
     def __init__(
         self,
         spec: PublisherSpec,
-        trainer: Callable[..., Any],
+        trainer: Trainer,
         engines: Engines,
         scratch: Path,
         sent: WeightPayload | None,
         versions: Versions,
     ):
-        """trainer: calls a method of the DrafterTrainer by name. sent: the drafter that the engines were started with.
-
-        versions: the versions that the engines serve.
-        """
+        """sent: the drafter that the engines were started with. versions: the versions that the engines serve."""
         self._config, self._total_steps = spec.drafter, spec.total_steps
         self._trainer, self._engines, self._scratch = trainer, engines, scratch
         self._sent = {} if sent is None else sent.digests
@@ -112,12 +131,12 @@ class Publisher:
         self._known = {versions, *kept}
         batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
         keep = {serving.version, serving.last_good}
-        scores, metrics = self._trainer("take_in", batch.features, serving.version, keep, serving.judged_update)
+        scores, metrics = self._trainer.take_in(batch.features, serving.version, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
         served_by = np.array(scores.served_by) == serving.version
         expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
-        served = self._engines.call("served_digests", sorted(sent), True) if reads_back else []
+        served = self._engines.served_digests(sorted(sent), True) if reads_back else []
         evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, self._known)
         outcome = decide(evidence, self._config, self._total_steps)
         self.serving = outcome.serving
@@ -140,14 +159,14 @@ class Publisher:
         """Continue from `state`."""
         self.serving, self.mode = Publication(**state["serving"]), state["mode"]
         if self.mode is not None:
-            self._engines.call("set_num_speculative_tokens", 0)
+            self._engines.set_num_speculative_tokens(0)
 
     def _switch_off(self, outcome: Outcome) -> Outcome:
         """End speculation, and the failure with it, if the run is to continue."""
         failure = outcome.failure
         if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
             self.mode = f"without speculation since step {outcome.events[0].step} ({failure.names})"
-            self._engines.call("set_num_speculative_tokens", 0)
+            self._engines.set_num_speculative_tokens(0)
             outcome.failure = None
         return outcome
 
@@ -155,8 +174,8 @@ class Publisher:
         """Freeze the weights under the next version number and send them to the engines."""
         event, expected = outcome.events[-1], outcome.expected
         rolls_back = event.kind == "rolled back"
-        version = self._trainer("publish", self.serving.last_good if rolls_back else None)
-        payload = self._trainer("write_payload", self._scratch / DRAFTER_FILE, version)
+        version = self._trainer.publish(self.serving.last_good if rolls_back else None)
+        payload = self._trainer.write_payload(self._scratch / DRAFTER_FILE, version)
         rates = None if expected is None else expected.rates[-1].tolist()
         self._known.add(Versions(versions.policy, version))
         try:
@@ -166,7 +185,7 @@ class Publisher:
             outcome.events[-1] = replace(event, kind="refused", reason=reason, numbers={})
             return
         if rolls_back:
-            self._engines.call("clear_drafter_cache")  # the bad drafter may have left NaN there
+            self._engines.clear_drafter_cache()  # the bad drafter may have left NaN there
             self.serving = self.serving.rolled_back(version, swap.seconds)
         else:
             self.serving = self.serving.published(version, swap.seconds, expected is not None)

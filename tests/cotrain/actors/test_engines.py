@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from cotrain.actors.engines import MOST_RESTARTS, RolloutEngines
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
-from cotrain.roles.engines import MOST_RESTARTS, RolloutEngines
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
 
@@ -53,8 +53,13 @@ class Engine:
     def add_history(self, rollouts: list[str]) -> None:
         self._note(f"add {rollouts}")
 
-    def history(self, action: str, *args: Any) -> dict[str, Any]:
-        self._note(" ".join((action, *args)))
+    def save_history(self, path: str) -> None:
+        self._note(f"save {path}")
+
+    def load_history(self, path: str) -> None:
+        self._note(f"load {path}")
+
+    def take_history_report(self) -> dict[str, Any]:
         return {"counts": {"history/drafts": 7}, "state": {"history/tokens": 50}}
 
     def _note(self, what: str) -> None:
@@ -172,8 +177,8 @@ def test_an_engine_that_dies_is_out_until_it_serves_what_is_of_record() -> None:
     assert (engine, spec.drafter_folder, str(spec.versions)) == (1, "v0000", "p0-d0"), "it starts as it did first"
     engines.update_policy(PAYLOAD, 5)
     assert engines.stand_ins[1].log == [], "nothing is asked of an engine that starts"
-    engines.call("set_num_speculative_tokens", 3)
-    engines.call("set_num_speculative_tokens", 0)
+    engines.set_num_speculative_tokens(3)
+    engines.set_num_speculative_tokens(0)
     engines.come_back(1)
     back = ["node of rollout_1/drafter.safetensors p5", "update", "draft 0"]
     assert engines.in_dispatch == [0, 1] and engines.stand_ins[1].log == back
@@ -210,10 +215,10 @@ def test_all_engines_know_the_same_history() -> None:
     engines.lose(2, RunFailure("it died"))
     engines.come_back(2)
     file = "shm/node of rollout_0/rollout_0/history.safetensors"
-    assert engines.stand_ins[0].log[-1] == f"index.save {file}"
-    assert engines.stand_ins[2].log == [f"index.load node of rollout_2/{file}"]
+    assert engines.stand_ins[0].log[-1] == f"save {file}"
+    assert engines.stand_ins[2].log == [f"load node of rollout_2/{file}"]
     engines.save_history(Path("checkpoint"))
-    assert engines.stand_ins[0].log[-1] == "index.save checkpoint"
+    assert engines.stand_ins[0].log[-1] == "save checkpoint"
 
 
 def test_what_an_engine_has_seen_is_known_by_its_number_whichever_are_away() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cotrain.actors.policy import Policy, start_policy
 from cotrain.process.cluster import free_port
-from cotrain.roles.learners import Learner, start_policy
 
 
 class Cluster:
@@ -42,7 +42,7 @@ class Actor:
         return (self.role, *arguments), 0.0, 1.0
 
 
-def started(run_config: Any, *nodes: str, **policy: Any) -> tuple[Cluster, Learner]:
+def started(run_config: Any, *nodes: str, **policy: Any) -> tuple[Cluster, Policy]:
     cluster = Cluster(nodes or ("a", "a"))
     config = run_config(policy={"model": "tiny:llama", **policy})
     agents = SimpleNamespace(model_path=Path("model"), call=lambda node, what, *_: 1234 if what is free_port else {})
@@ -51,7 +51,7 @@ def started(run_config: Any, *nodes: str, **policy: Any) -> tuple[Cluster, Learn
 
 def test_every_call_goes_to_all_ranks_and_returns_what_rank_0_does(run_config: Any) -> None:
     _, learner = started(run_config, num_processes=2)
-    assert learner.call("write_payload", "file") == ("policy_0", "write_payload", "file")
+    assert learner.write_payload("file") == ("policy_0", "write_payload", "file")
     assert [actor.calls[-1] for actor in learner._actors] == ["write_payload"] * 2
 
 

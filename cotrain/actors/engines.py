@@ -1,20 +1,22 @@
-"""The rollout engines as the controller sees them: plain calls that hide Ray. All but `start` and `begin_generate` wait."""
+"""The rollout engines in processes of their own, and the one client of all of them. All but `start` and `begin_generate` wait."""
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from cotrain.actors.policy import Policy
 from cotrain.config.schema import RunConfig
+from cotrain.process.calls import Reply, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster, free_port, temporary_files
 from cotrain.process.failures import RunFailure
 from cotrain.process.threads import engine_environment
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload, Window
-from cotrain.roles.learners import Learner
 from cotrain.rollout.acceptance_stats import total_counts
+from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused
@@ -29,9 +31,6 @@ its own event loop and vLLM's asynchronous engine lives in a single one."""
 MOST_RESTARTS = 3
 """Restarts of an engine. One that dies more often stays in quarantine, because its deaths are no accident."""
 
-SETTINGS = ("time_draft_lengths", "set_num_speculative_tokens")
-"""Calls with a lasting effect: an engine that is started again gets the last one of each."""
-
 KEPT_DRAFTER = "kept/rank_0/drafter.safetensors"
 """File in an engine's folder: the drafter that the engine was last sent, see ServedWeights."""
 
@@ -40,6 +39,8 @@ HISTORY = "history.safetensors"
 
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or loaded weights after this time counts as dead; a few seconds are usual."""
+
+T = TypeVar("T")
 
 
 class EngineActor(Actor):
@@ -57,13 +58,11 @@ class EngineActor(Actor):
 
     async def start(self, spec: EngineSpec) -> None:
         """See RolloutEngine.start."""
-        from cotrain.rollout.engine import RolloutEngine
-
         self._engine = RolloutEngine(spec)
         await self._engine.start()
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the engine; calls may overlap."""
+        """Call a method of the engine, for `begin`; calls may overlap."""
         return await getattr(self._engine, method)(*args, **options)
 
 
@@ -86,14 +85,15 @@ class RolloutEngines:
         self.starts: Callable[[int, Any], None] = lambda engine, reference: None
         """Called with an engine that is being restarted and the reference of its start; `come_back` must follow the start."""
         self._deaths: Counter[int] = Counter()
-        self._settings: dict[str, tuple[Any, ...]] = {}  # the last call of each of SETTINGS
-        self._learner: Learner | None = None
+        # The last call of each kind with a lasting effect. An engine that is started again gets them too.
+        self._settings: dict[str, Callable[[Any], Reply[Any]]] = {}
+        self._learner: Policy | None = None
         self._connected: list[Any] = []  # actors that the learner sends the policy to
         self._returning: list[int] = []  # restarted engines that wait for the learner's next update
         self._policy: tuple[WeightPayload, int] | None = None  # the last update that was sent, with its version
         self._drafter: tuple[WeightPayload, int] | None = None
 
-    def receive_from(self, learner: Learner) -> None:
+    def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
         self._learner = learner if self._transfer != "files" else None
 
@@ -174,34 +174,33 @@ class RolloutEngines:
         if self._transfer != "files":
             self._returning.append(engine)
             return
-        actor, node = self._actors[engine], self.node_of[engine]
         if self._policy is not None:
             payload, version = self._policy
-            here = replace(payload, path=self._nodes.bring(payload.path, node))
-            self._cluster.get([actor.call.remote("update_policy", here, version)])
+            here = replace(payload, path=self._nodes.bring(payload.path, self.node_of[engine]))
+            self._wait(begin(self._actors[engine], RolloutEngine.update_policy, here, version))
         self._take_over(engine, self.in_dispatch[0])
         self._away.remove(engine)
 
     def _take_over(self, engine: int, other: int) -> None:
         """Give an engine that already serves the current policy the drafter, the history and the settings of another one."""
-        actor = self._actors[engine]
         if self._drafter is not None:  # the others keep the file
             path = self._nodes.bring(f"{self._specs[other].scratch}/{KEPT_DRAFTER}", self.node_of[engine])
-            payload = replace(self._drafter[0], path=path)
-            self._cluster.get([actor.call.remote("update_drafter", payload, self._drafter[1])])
+            payload, version = self._drafter
+            here = replace(payload, path=path)
+            self._wait(begin(self._actors[engine], RolloutEngine.update_drafter, here, version))
         for record, draft in ((self._policy, False), (self._drafter, True)):
             if record is not None and (draft or self._learner is None):  # what the learner sends is compared on arrival
                 digests = record[0].digests
-                [served] = self._cluster.get([actor.call.remote("served_digests", sorted(digests), draft)])
-                if served != digests:
+                names, actor = sorted(digests), self._actors[engine]
+                if self._wait(begin(actor, RolloutEngine.served_digests, names, draft)) != digests:
                     raise RunFailure(f"{self._roles[engine]} was started again and does not serve what the others do")
         if self._drafts_from_history:
             path = f"{self._specs[other].scratch}/{HISTORY}"
-            self._cluster.get([self._actors[other].call.remote("history", "index.save", path)])
-            here = self._nodes.bring(path, self.node_of[engine])
-            self._cluster.get([actor.call.remote("history", "index.load", here)])
-        for method, args in self._settings.items():
-            self._cluster.get([actor.call.remote(method, *args)])
+            self._wait(begin(self._actors[other], RolloutEngine.save_history, path))
+            brought = self._nodes.bring(path, self.node_of[engine])
+            self._wait(begin(self._actors[engine], RolloutEngine.load_history, brought))
+        for setting in self._settings.values():
+            self._wait(setting(self._actors[engine]))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -209,34 +208,39 @@ class RolloutEngines:
         """Generate one response to each request, in the order given; all engines take requests in turn."""
         actors = [self._actors[engine] for engine in self.in_dispatch[: len(requests)]]
         shares = [requests[i :: len(actors)] for i in range(len(actors))]
-        calls = [a.call.remote("generate", s, tap, **overrides) for a, s in zip(actors, shares, strict=True)]
-        merged = merge(self._cluster.get(calls))
+        calls = [begin(a, RolloutEngine.generate, s, tap, **overrides) for a, s in zip(actors, shares, strict=True)]
+        merged = merge(self._cluster.get([call.reference for call in calls]))
         by_key = {(r.prompt_id, r.sample_index): r for r in merged.rollouts}
         return replace(merged, rollouts=[by_key[request.prompt_id, request.sample_index] for request in requests])
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Any:
         """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch."""
-        return self._actors[engine].call.remote("generate", requests, tap)
+        return begin(self._actors[engine], RolloutEngine.generate, requests, tap).reference
 
     def take_windows(self) -> dict[int, Window]:
         """Return what the speculation controller of each engine has seen since the last call."""
-        return self._ask(dict.fromkeys(self.in_dispatch, ("take_window",)))[0]
+        return self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.take_window))
 
     # -- history ------------------------------------------------------------------------------------------------------
 
     def share_history(self, engine: int, rollouts: Sequence[Rollout]) -> None:
         """Let all other engines draft from what this one has generated, if they draft from history."""
         if self._drafts_from_history:
-            self._ask({other: ("add_history", rollouts) for other in self.in_dispatch if other != engine})
+            others = [other for other in self.in_dispatch if other != engine]
+            self._ask(others, lambda e: begin(e, RolloutEngine.add_history, rollouts))
 
     def save_history(self, path: Path) -> None:
         """Write the history of one engine; all have the same one, apart from the order of the rollouts."""
-        self._ask({self.in_dispatch[0]: ("history", "index.save", str(path))})
+        self._ask(self.in_dispatch[:1], lambda e: begin(e, RolloutEngine.save_history, str(path)))
+
+    def load_history(self, path: Path) -> None:
+        """Let all engines draft from what `save_history` has written."""
+        self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.load_history, str(path)))
 
     def proposer_metrics(self) -> dict[str, float]:
         """Return drafts, draft tokens and accepted tokens by proposer since the last call, and the size of the history."""
         counts: Counter[str] = Counter()
-        reports = self.call("history", "take_report")
+        reports = list(self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.take_history_report)).values())
         for report in reports:
             counts.update(report["counts"])
         return dict(counts) | reports[0]["state"]
@@ -246,7 +250,11 @@ class RolloutEngines:
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
         returned, num_bytes = self._send_policy(keep_kv) if self._learner else ([], payload.num_bytes)
-        reports, refusal = self._update("update_policy", payload, policy_version, keep_kv)
+        calls = {
+            engine: begin(self._actors[engine], RolloutEngine.update_policy, here, policy_version, keep_kv)
+            for engine, here in self._brought(payload).items()
+        }
+        reports, refusal = self._results(calls, UPDATE_SECONDS)
         if refusal is not None:
             raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")
         self._policy = payload, policy_version
@@ -263,13 +271,14 @@ class RolloutEngines:
         learner, returning, self._returning = self._learner, self._returning, []
         assert learner is not None
         self._away.difference_update(returning)
-        self._ask(dict.fromkeys(self.in_dispatch, ("hold", keep_kv)), UPDATE_SECONDS)
+        held = {engine: begin(self._actors[engine], RolloutEngine.hold, keep_kv) for engine in self.in_dispatch}
+        self._results(held, UPDATE_SECONDS)
         actors = [self._actors[engine] for engine in self.in_dispatch]
         if actors != self._connected:
             address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, free_port)
-            learner.call("connect_engines", actors, self._config.rollout.tensor_parallel_size, address, port)
+            learner.connect_engines(actors, self._config.rollout.tensor_parallel_size, address, port)
             self._connected = actors
-        return [engine for engine in returning if engine in self.in_dispatch], learner.call("send_weights")
+        return [engine for engine in returning if engine in self.in_dispatch], learner.send_weights()
 
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -279,27 +288,58 @@ class RolloutEngines:
         All engines check the weights before one loads them. Raises WeightUpdateRefused; all engines then keep what they had.
         """
         if len(self.in_dispatch) > 1:
-            _, refusal = self._update("check_drafter", payload)
+            here = self._brought(payload)
+            _, refusal = self._results(
+                {engine: begin(self._actors[engine], RolloutEngine.check_drafter, its) for engine, its in here.items()},
+                UPDATE_SECONDS,
+            )
             if refusal is not None:
                 raise refusal
-        reports, refusal = self._update("update_drafter", payload, drafter_version, expected_rates)
+        calls = {
+            engine: begin(self._actors[engine], RolloutEngine.update_drafter, here, drafter_version, expected_rates)
+            for engine, here in self._brought(payload).items()
+        }
+        reports, refusal = self._results(calls, UPDATE_SECONDS)
         if refusal is not None:
-            self._ask(dict.fromkeys(reports, ("undo_drafter_update",)))
+            self._ask(list(reports), lambda e: begin(e, RolloutEngine.undo_drafter_update))
             raise refusal
         self._drafter = payload, drafter_version
         return max(reports.values(), key=lambda report: report.seconds)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of RolloutEngine on all engines and return their results."""
-        if method in SETTINGS:
-            self._settings[method] = args
-        results, _ = self._ask(dict.fromkeys(self.in_dispatch, (method, *args)))
-        return list(results.values())
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
+        """See RolloutEngine.served_digests; of each engine."""
+        return list(
+            self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.served_digests, names, draft)).values()
+        )
 
-    def _update(
-        self, method: str, payload: WeightPayload, *args: Any
-    ) -> tuple[dict[int, Any], WeightUpdateRefused | None]:
-        """Bring the payload's file to each engine's node, once per node, and call a method of each engine with it."""
+    # -- switches and caches -------------------------------------------------------------------------------------------
+
+    def time_draft_lengths(self, prompts: list[list[int]]) -> list[list[list[float]]]:
+        """See RolloutEngine.time_draft_lengths; of each engine."""
+        self._settings["timing"] = call = lambda e: begin(e, RolloutEngine.time_draft_lengths, prompts)
+        return list(self._ask(self.in_dispatch, call).values())
+
+    def set_num_speculative_tokens(self, num: int | None) -> None:
+        """See RolloutEngine.set_num_speculative_tokens."""
+        self._settings["length"] = call = lambda e: begin(e, RolloutEngine.set_num_speculative_tokens, num)
+        self._ask(self.in_dispatch, call)
+
+    def describe_speculation(self) -> list[str]:
+        """See RolloutEngine.describe_speculation; of each engine."""
+        return list(self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.describe_speculation)).values())
+
+    def reset_prefix_cache(self) -> None:
+        """See RolloutEngine.reset_prefix_cache."""
+        self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.reset_prefix_cache))
+
+    def clear_drafter_cache(self) -> None:
+        """See RolloutEngine.clear_drafter_cache."""
+        self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.clear_drafter_cache))
+
+    # -- how calls are made --------------------------------------------------------------------------------------------
+
+    def _brought(self, payload: WeightPayload) -> dict[int, WeightPayload]:
+        """Bring the payload's file to each engine's node, once per node. An engine whose node is gone is quarantined."""
         there: dict[str, str] = {}
         for engine in self.in_dispatch:
             node = self.node_of[engine]
@@ -307,21 +347,28 @@ class RolloutEngines:
                 there[node] = there.get(node) or self._nodes.bring(payload.path, node)
             except RunFailure as failure:
                 self.lose(engine, failure)
-        calls = {e: (method, replace(payload, path=there[self.node_of[e]]), *args) for e in self.in_dispatch}
-        return self._ask(calls, UPDATE_SECONDS)
+        return {engine: replace(payload, path=there[self.node_of[engine]]) for engine in self.in_dispatch}
 
-    def _ask(
-        self, calls: dict[int, tuple[Any, ...]], seconds: float | None = None
-    ) -> tuple[dict[int, Any], WeightUpdateRefused | None]:
-        """Call a method of each of these engines. Returns the results by engine, and a refusal if there was one.
+    def _wait(self, reply: Reply[T]) -> T:
+        """Return the result of a call to one engine, whose death is the caller's to deal with."""
+        [result] = self._cluster.get([reply.reference])
+        return result
+
+    def _ask(self, engines: Iterable[int], call: Callable[[Any], Reply[T]]) -> dict[int, T]:
+        """Make a call to each of these engines, and return the results by engine as `_results` does."""
+        return self._results({engine: call(self._actors[engine]) for engine in engines})[0]
+
+    def _results(
+        self, begun: dict[int, Reply[T]], seconds: float | None = None
+    ) -> tuple[dict[int, T], WeightUpdateRefused | None]:
+        """Return the results of these calls by engine, and a refusal if there was one.
 
         An engine whose process dies, or that does not answer within `seconds`, is quarantined and has no result.
         """
-        begun = {engine: self._actors[engine].call.remote(*call) for engine, call in calls.items()}
-        results, refusal = {}, None
-        for engine, reference in begun.items():
+        results, refusal = dict[int, T](), None
+        for engine, reply in begun.items():
             try:
-                [results[engine]] = self._cluster.get([reference], seconds)
+                [results[engine]] = self._cluster.get([reply.reference], seconds)
             except WeightUpdateRefused as error:
                 refusal = error
             except RunFailure as failure:

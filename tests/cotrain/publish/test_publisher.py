@@ -12,8 +12,8 @@ import torch
 
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
+from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
-from cotrain.roles.publisher import Publisher, publisher_spec
 from cotrain.rollout.acceptance_stats import drafter_counts, total_counts
 from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
@@ -31,7 +31,7 @@ def new_publisher(run_config: Any, tmp_path: Path) -> Any:
             drafter={"model": {"type": "eagle3"}, **drafter},
         )
         served = WeightPayload("", 0, {"fc.weight": str(world.serving)})
-        return Publisher(publisher_spec(config), world.call, world, tmp_path, served, Versions(0, world.serving))
+        return Publisher(publisher_spec(config), world, world, tmp_path, served, Versions(0, world.serving))
 
     return build
 

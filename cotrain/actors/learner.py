@@ -1,0 +1,64 @@
+"""What the clients of the policy learner and of the drafter trainer share: one actor a rank, and calls that mypy checks."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from cotrain.process.calls import begin
+from cotrain.process.children import Actor
+from cotrain.process.cluster import Cluster
+
+L = TypeVar("L")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class LearnerActor(Actor):
+    """A learner in its own process."""
+
+    def start(self, learner: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Create the learner. In __init__, Ray would bury an error under its own."""
+        self._learner = learner(**arguments)
+
+    def call(self, method: str, *args: Any, **options: Any) -> tuple[Any, float, float]:
+        """Call a method of the learner. Returns its result, and when it began and ended (time.time)."""
+        began = time.time()
+        return getattr(self._learner, method)(*args, **options), began, time.time()
+
+
+@dataclass(frozen=True)
+class Pending(Generic[T]):
+    """A call that has begun on all ranks."""
+
+    references: list[Any]
+
+
+class Learner(Generic[L]):
+    """Base of a client of a learner L. Its methods are those of L; each rank runs its calls in order.
+
+    A method waits, and raises what a rank raised. One whose name starts with begin_ returns at once; `finish` waits for it.
+    """
+
+    def __init__(self, cluster: Cluster, actors: list[Any], node: str, learner: type[L], arguments: dict[str, Any]):
+        """Begin to create the learner in every actor. The first call waits until it has been created."""
+        self.node = node
+        """The node that rank 0 is on."""
+        self.last_call = (0.0, 0.0)
+        """When the last call that `finish` waited for began and ended on rank 0 (time.time)."""
+        self._cluster, self._actors = cluster, actors
+        self._started = [actor.start.remote(learner, arguments) for actor in actors]
+
+    def finish(self, pending: Pending[T]) -> T:
+        """Wait for all ranks and return the result of rank 0."""
+        results = self._cluster.get([*self._started, *pending.references])[len(self._started) :]
+        self._started = []
+        result, *times = results[0]
+        self.last_call = (times[0], times[1])
+        return result
+
+    def _begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+        return Pending([begin(actor, method, *args, **options).reference for actor in self._actors])
+
+    def _call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
+        return self.finish(self._begin(method, *args, **options))

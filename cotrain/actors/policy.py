@@ -1,0 +1,81 @@
+"""The policy learner in processes of its own, one a rank, and its client. See PolicyLearner for what the calls do."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cotrain.actors.learner import Learner, LearnerActor, Pending
+from cotrain.config.schema import RunConfig
+from cotrain.lossless.emitted import Draws
+from cotrain.policy.learner import PolicyLearner
+from cotrain.process.cluster import Cluster, free_port
+from cotrain.process.placement import roles_of
+from cotrain.process.threads import openmp_environment
+from cotrain.records import Rollout, ScoredRollout, WeightPayload
+from cotrain.transport.nodes import Nodes
+from drafters.base import SamplingParams
+
+
+class PolicyActor(LearnerActor):
+    """A rank of the policy learner; the name is the process's title."""
+
+
+class Policy(Learner[PolicyLearner]):
+    """Client of the policy learner."""
+
+    def begin_update(self, rollouts: list[ScoredRollout]) -> Pending[dict[str, float]]:
+        return self._begin(PolicyLearner.update, rollouts)
+
+    def write_payload(self, path: Path) -> WeightPayload:
+        payload = self._call(PolicyLearner.write_payload, path)
+        assert payload is not None  # it comes from rank 0
+        return payload
+
+    def connect_engines(self, engines: list[Any], workers: int, address: str, port: int) -> None:
+        self._call(PolicyLearner.connect_engines, engines, workers, address, port)
+
+    def send_weights(self) -> int:
+        return self._call(PolicyLearner.send_weights)
+
+    def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        states = self._call(PolicyLearner.hidden_states, token_ids, layers)
+        assert states is not None
+        return states
+
+    def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
+        draws = self._call(PolicyLearner.response_draws, rollouts, sampling, logit_tolerance)
+        assert draws is not None
+        return draws
+
+    def save(self, folder: Path, weights: bool = True) -> None:
+        self._call(PolicyLearner.save, folder, weights)
+
+    def load(self, folder: Path) -> None:
+        self._call(PolicyLearner.load, folder)
+
+
+def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:
+    """Begin to start the ranks of a PolicyLearner."""
+    roles = [role for role in roles_of(config) if role.startswith("policy")]
+    node_of = [cluster.node_of[role] for role in roles]
+    world, first, actors = len(roles), node_of[0], []
+    shared = {"MASTER_ADDR": cluster.node_address(first), "MASTER_PORT": nodes.call(first, free_port)}
+    for rank, (role, node) in enumerate(zip(roles, node_of, strict=True)):
+        environment = nodes.call(node, openmp_environment)
+        if world > 1 or config.policy.sharding:
+            own = {"RANK": rank, "LOCAL_RANK": node_of[:rank].count(node)}
+            own |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": node_of.count(node)}
+            environment |= {name: str(value) for name, value in (shared | own).items()}
+            if config.policy.sharding and cluster.device == "cpu":
+                environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
+        actors.append(cluster.start(PolicyActor, role, environment))
+    arguments = {
+        "config": config.policy,
+        "rollout": config.rollout,
+        "model_path": str(nodes.model_path),
+        "total_steps": config.steps,
+        "seed": config.seed,
+        "device": cluster.device,
+    }
+    return Policy(cluster, actors, first, PolicyLearner, arguments)
