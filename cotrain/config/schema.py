@@ -341,9 +341,9 @@ class InitConfig(Section):
     tokens: PositiveInt = 200_000
     """Response tokens to collect, the hold-out included."""
     epochs: PositiveInt = 3
-    """Passes over the training rollouts, at most."""
+    """Passes over the training rollouts."""
     holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the prompts held out for early stopping and for the served evaluation."""
+    """Share of the prompts held out to choose the best epoch and for the served evaluation."""
 
 
 class MonitorConfig(Section):

@@ -68,9 +68,13 @@ def main(argv: Sequence[str]) -> int:
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="cotrain-doctor-", dir=root))
     with os.fdopen(os.dup(2 if options.json == "-" else 1), "w", buffering=1) as stream:
         # Libraries print to standard output, which has to stay clean.
-        with stop_at_once(), engine_output_to(folder / "engine.log"):
-            doctor = Doctor(options.only, stream)
-            doctor.make_all(folder, options.address)
+        doctor = Doctor(options.only, stream)
+        try:
+            with stop_at_once(), engine_output_to(folder / "engine.log"):
+                doctor.make_all(folder, options.address)
+        except BaseException:  # it was stopped
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         failed = [check.name for check in doctor.checks if check.status == "fail"]
         if options.json != "-":
             print_table(doctor.checks, stream)

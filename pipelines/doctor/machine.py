@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -179,7 +180,9 @@ def output_of(*arguments: str) -> str:
     try:
         output, errors = process.communicate(timeout=HANGS_AFTER_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun and cotrain then end their processes too
+        for _ in range(2):  # at the first, a run would finish its step
+            process.terminate()
+            time.sleep(1)
         raise Problem(f"there is no answer after {HANGS_AFTER_S} s") from None
     if process.returncode:
         print(output, errors, sep="\n", flush=True)  # into engine.log

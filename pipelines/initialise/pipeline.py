@@ -18,7 +18,6 @@ import torch
 
 from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import RunConfig
-from cotrain.models.loading import native_head
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import engine_device
@@ -26,7 +25,7 @@ from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
-from cotrain.run.console import Console, duration
+from cotrain.run.console import Console, aligned, duration
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.provenance import write_provenance
@@ -34,14 +33,14 @@ from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
-from cotrain.trainer.distiller import EXPECTED, Distiller
+from cotrain.trainer.distiller import EXPECTED
 from cotrain.trainer.spec import trainer_spec
+from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
-from cotrain.transport.payload import write_payload
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.initialise import sources
-from pipelines.initialise.training import Features, RunRecord, Training, plan_updates
+from pipelines.initialise.training import Features, Progress, RunRecord, Training, updates_of
 from pipelines.preflight import check_run
 
 DRAFTER_VERSION = 1
@@ -104,24 +103,25 @@ class Initialisation:
             tracker, record = self._records(stack)
             split = sources.split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
             training = self._training(record, split, partial(self._features, engine))
-            if not await training.train():
+            if (progress := await training.train()) is None:
                 tracker.finish("KILLED")
                 return False
             served = await self._serve(engine, training)
-            figures = self._figures(training, served)
+            figures = self._figures(training, progress, served)
             figures |= self._register(tracker, figures, served) | {"seconds": time.monotonic() - started}
             write_json(self.run_dir.path / "init.json", figures)
             self.console.say(summary(figures, self.config, training.best_folder))
         return True
 
-    def _trainer(self, total_updates: int) -> Distiller:
+    def _trainer(self, total_updates: int) -> DrafterTrainer:
         """A trainer that begins with drafter.init, or with a new drafter."""
         torch.set_num_threads(threads.num_cores())
         assert self.config.drafter is not None
         init, folder = self.config.drafter.init, self.run_dir.path / "drafter_init"
         first = first_drafter(tracking_uri(self.config), init, self.model, folder)
-        spec = replace(trainer_spec(self.config), total_updates=total_updates)
-        return Distiller(spec, self.model, first, engine_device())
+        spec = trainer_spec(self.config)
+        spec = replace(spec, total_updates=total_updates, max_buffer_bytes=self.config.rollout.features.max_bytes)
+        return DrafterTrainer(spec, self.model, first, engine_device())
 
     def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
         """Open MLflow, and metrics.jsonl as of the newest checkpoint; the RunRecord says where training continues."""
@@ -137,19 +137,15 @@ class Initialisation:
             metrics.write(update, row)
             tracker.log_step(update, row)
 
-        return tracker, RunRecord(self.config, self.run_dir, state, self.console.say, log, self.stop_requested)
+        return tracker, RunRecord(self.config, self.run_dir, state, self.console, log, self.stop_requested)
 
     def _training(self, record: RunRecord, split: sources.Split, features: Features) -> Training:
         rollouts, holdout = split
-        plan = plan_updates(self.config, [rollout.num_tokens for rollout in rollouts])
-        trainer = self._trainer(len(plan))
-        trainer.set_target_weights(self.model, policy_version=0)
         assert self.config.drafter is not None
-        if self.config.drafter.init is None and native_head(self.model) is None:
-            pairs = ((torch.tensor(r.prompt_token_ids), torch.tensor(r.token_ids)) for r in rollouts)
-            trainer.choose_vocabulary(pairs, policy_version=0)
+        trainer = self._trainer(self.config.init.epochs * updates_of(rollouts, self.config.drafter.batch_tokens))
+        trainer.set_target_weights(self.model, policy_version=0)
         self.console.say(f"{len(rollouts):,} rollouts to train on, {len(holdout):,} held out")
-        return Training(record, trainer, plan, split, features)
+        return Training(record, trainer, split, features)
 
     async def _features(self, engine: RolloutEngine, rollouts: Sequence[sources.StoredRollout]) -> list[FeatureRecord]:
         """One record for each rollout, from a prefill of prompt and response; fewer when asked to stop."""
@@ -166,10 +162,7 @@ class Initialisation:
     async def _serve(self, engine: RolloutEngine, training: Training) -> SpeculationCounts:
         """Serve the drafter on prompts that it was not trained on, with the sampling and the draft length of [rollout]."""
         trainer, k = training.trainer, self.config.rollout.num_speculative_tokens
-        trainer.check_publishable(DRAFTER_VERSION, trainer.drafter)
-        state = trainer.drafter.state_for_serving()
-        payload = write_payload(state, Path(engine.spec.scratch) / "drafter.safetensors", trainer.serving_dtype)
-        await send(engine, payload)
+        await send(engine, trainer.write_payload(Path(engine.spec.scratch) / "drafter.safetensors", trainer.publish()))
         await engine.set_num_speculative_tokens(k)
         await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
         requests = served_requests(training.split[1], self.config)
@@ -179,10 +172,9 @@ class Initialisation:
             raise RuntimeError("the engine drafted nothing; every response ended with its first token")
         return counts
 
-    def _figures(self, training: Training, served: SpeculationCounts) -> dict[str, Any]:
+    def _figures(self, training: Training, progress: Progress, served: SpeculationCounts) -> dict[str, Any]:
         """What init.json says of the data, the training and the drafter as served."""
         rollouts, holdout = training.split
-        progress, rollout = training.progress, self.config.rollout
         tokens = torch.tensor([token for rollout in holdout for token in rollout.token_ids])
         vocabulary = training.trainer.drafter.draft_to_target.cpu()
         return {
@@ -193,13 +185,12 @@ class Initialisation:
             "holdout_rollouts": len(holdout),
             "response_tokens": sum(len(r.token_ids) for r in [*rollouts, *holdout]),
             "vocabulary_coverage": float(torch.isin(tokens, vocabulary).double().mean()),
-            "updates": progress.update,
-            "planned_updates": len(training.plan),
-            "best_update": progress.best_update,
+            "steps": training.step,
+            "best_epoch": progress.best_epoch,
             "expected_acceptance_length": progress.best[EXPECTED],
             "expected_acceptance_rates": [v for name, v in progress.best.items() if "acceptance_rate_pos" in name],
-            "num_speculative_tokens": rollout.num_speculative_tokens,
-            "draft_sample_method": rollout.draft_sample_method,
+            "num_speculative_tokens": self.config.rollout.num_speculative_tokens,
+            "draft_sample_method": self.config.rollout.draft_sample_method,
             "served": {
                 "acceptance_length": served.acceptance_length,
                 "acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
@@ -209,7 +200,7 @@ class Initialisation:
 
     def _register(self, tracker: Tracker, figures: dict[str, Any], served: SpeculationCounts) -> dict[str, Any]:
         """Register the drafter in MLflow, and return its name and version there."""
-        step = max(1, figures["updates"])
+        step = figures["steps"]
         metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
         tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
         folder, versions = self.run_dir.path / "drafter", Versions(0, DRAFTER_VERSION)
@@ -238,28 +229,28 @@ def served_requests(holdout: Sequence[sources.StoredRollout], config: RunConfig)
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
     """The content of init.json as text, for a reader who has not seen one before."""
-    served, k = figures["served"], config.rollout.num_speculative_tokens
+    served, k, version = figures["served"], config.rollout.num_speculative_tokens, figures["registered_version"]
     expected_rates, served_rates = (
         "  ".join(f"{position}: {rate:.3f}" for position, rate in enumerate(rates, start=1))
         for rates in (figures["expected_acceptance_rates"], served["acceptance_rates"])
     )
-    registered = f"models:/{figures['registered_model']}/{figures['registered_version']} in MLflow"
-    return f"""
-Done: a drafter for {config.policy.model} from {figures["response_tokens"]:,} response tokens in \
-{duration(figures["seconds"])}
-
-  data         {figures["training_rollouts"]:,} rollouts trained on, {figures["holdout_rollouts"]:,} held out \
-(source {figures["source"]["type"]}, fingerprint {figures["data_fingerprint"]})
-  vocabulary   covers {figures["vocabulary_coverage"]:.2%} of the held-out response tokens
-  training     {figures["updates"]} of {figures["planned_updates"]} updates, best after {figures["best_update"]}
-  acceptance   expected {figures["expected_acceptance_length"]:.3f}, served {served["acceptance_length"]:.3f}   \
-(tokens per verification step at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most)
-  expected     {expected_rates}   (share of steps that accept draft position 1 to k)
-  served       {served_rates}
-
-  drafter      {folder}; serves in stock vLLM as it is
-  registered   {registered if figures["registered_version"] is not None else "no, MLflow has not answered yet"}
-
-Next:
-  train with it       cotrain train CONFIG drafter.init={folder}
-  measure its speed   cotrain bench --model {config.policy.model} --drafter {folder}"""
+    scale = f"(tokens per verification step at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most)"
+    lines = {
+        "data": f"{figures['training_rollouts']:,} rollouts trained on, {figures['holdout_rollouts']:,} held out "
+        f"(source {figures['source']['type']}, fingerprint {figures['data_fingerprint']})",
+        "vocabulary": f"covers {figures['vocabulary_coverage']:.2%} of the held-out response tokens",
+        "training": f"{figures['steps']} steps, best after epoch {figures['best_epoch']} of {config.init.epochs}",
+        "acceptance": f"expected {figures['expected_acceptance_length']:.3f}, served {served['acceptance_length']:.3f}   {scale}",
+        "expected": f"{expected_rates}   (share of steps that accept draft position 1 to k)",
+        "served": served_rates,
+        "drafter": f"{folder}; serves in stock vLLM as it is",
+        "registered": f"models:/{figures['registered_model']}/{version} in MLflow"
+        if version is not None
+        else "no, MLflow has not answered yet",
+    }
+    commands = {
+        "train with it": f"cotrain train CONFIG drafter.init={folder}",
+        "measure its speed": f"cotrain bench --model {config.policy.model} --drafter {folder}",
+    }
+    head = f"\nDone: a drafter for {config.policy.model} from {figures['response_tokens']:,} response tokens in"
+    return f"{head} {duration(figures['seconds'])}\n{aligned(lines, wraps=True)}\n\nNext:\n{aligned(commands)}"

@@ -64,7 +64,7 @@ def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
     served = {"acceptance_length": 1.9, "acceptance_rates": [0.6, 0.3]}
     figures = {
         "source": {"type": "policy"}, "data_fingerprint": "abc", "training_rollouts": 90, "holdout_rollouts": 10,
-        "response_tokens": 5000, "vocabulary_coverage": 0.987, "updates": 30, "planned_updates": 40, "best_update": 20,
+        "response_tokens": 5000, "vocabulary_coverage": 0.987, "steps": 30, "best_epoch": 2,
         "expected_acceptance_length": 1.88, "expected_acceptance_rates": [0.58, 0.3], "served": served,
         "seconds": 130.0, "registered_model": "tiny-drafter", "registered_version": 3,
     }  # fmt: skip
@@ -73,6 +73,7 @@ def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
     for part in [
         "5,000 response tokens in 2m",
         "covers 98.70%",
+        "30 steps, best after epoch 2 of 3",
         "expected 1.880, served 1.900",
         "1: 0.600  2: 0.300",
         "models:/tiny-drafter/3",

@@ -1,48 +1,31 @@
-"""Offline training of a real tiny drafter: the plan, stop and resume, early stopping, the best weights."""
+"""Training of a real tiny drafter on recorded rollouts: windows, stop and resume, the best weights."""
 
 import asyncio
-import random
+import io
+from dataclasses import replace
 
 import pytest
 import torch
 
+from cotrain.config.schema import RolloutConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import RunState, find_defect, latest_checkpoint, load_state
+from cotrain.run.console import Console
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.distiller import EXPECTED
 from pipelines.initialise.sources import StoredRollout
-from pipelines.initialise.training import RunRecord, Training, plan_updates
+from pipelines.initialise.training import RunRecord, Training, updates_of, windows_of
 from tests.cotrain.trainer.conftest import weights_of
 
-LENGTHS = [random.Random(i).randint(5, 60) for i in range(200)]
 
-
-@pytest.fixture
-def plan_of(run_config):
-    """The plan of two epochs of rollouts with these lengths."""
-
-    def build(lengths=LENGTHS, batch_tokens: int = 128, seed: int = 3):
-        drafter = {"model": {"type": "eagle3"}, "batch_tokens": batch_tokens}
-        return plan_updates(run_config(seed=seed, init={"epochs": 2}, drafter=drafter), lengths)
-
-    return build
-
-
-def test_an_epoch_visits_every_rollout_once_in_even_batches(plan_of):
-    plan = plan_of()
-    visited = [i for batch in plan for i in batch]
-    assert sorted(visited[:200]) == sorted(visited[200:]) == list(range(200))
-    assert visited[:200] != visited[200:]
-    sizes = [sum(LENGTHS[i] for i in batch) for batch in plan]
-    assert max(sizes) <= 128 + max(LENGTHS) and min(sizes) > 128 / 4
-
-
-def test_the_order_depends_on_the_seed_alone(plan_of):
-    assert plan_of() == plan_of() != plan_of(seed=4)
-
-
-def test_a_rollout_longer_than_a_batch_is_trained_on_once_an_epoch(plan_of):
-    assert sorted(i for batch in plan_of([300, 5, 5], batch_tokens=64) for i in batch) == [0, 0, 1, 1, 2, 2]
+def test_windows_keep_the_order_and_the_bound() -> None:
+    rollouts = [StoredRollout("p", 0, [1] * 4, [2] * length) for length in (6, 6, 30, 1, 5, 5)]
+    windows = windows_of(rollouts, tokens=20)
+    assert [rollout for window in windows for rollout in window] == rollouts
+    assert [[rollout.num_tokens for rollout in window] for window in windows] == [[10, 10], [34], [5, 9], [9]]
+    assert windows_of(rollouts, tokens=0) == [[rollout] for rollout in rollouts]
+    assert windows_of(rollouts, tokens=1000) == [rollouts]
+    assert [updates_of(window, batch_tokens=16) for window in windows] == [2, 3, 1, 1]
 
 
 @pytest.fixture
@@ -60,11 +43,11 @@ class Recorder:
 
     def __init__(self, records):
         self.by_tokens = {tuple(r.token_ids.tolist()): r for r in records}
-        self.sizes, self.said, self.rows = [], [], {}
+        self.sizes, self.printed, self.rows = [], io.StringIO(), {}
 
     async def features(self, rollouts):
         self.sizes.append(len(rollouts))
-        return [self.by_tokens[tuple(r.prompt_token_ids + r.token_ids)] for r in rollouts]
+        return [replace(self.by_tokens[tuple(r.prompt_token_ids + r.token_ids)]) for r in rollouts]
 
 
 @pytest.fixture
@@ -75,7 +58,7 @@ def build(records, new_trainer, run_config):
         config = run_config(
             name=name,
             init={"epochs": 2, "holdout": 0.25},
-            drafter={"model": {"type": "eagle3"}, "batch_tokens": 100},
+            drafter={"model": {"type": "eagle3"}, "batch_tokens": 100, "updates_per_step": 3},
             rollout={"features": {"max_bytes": max_bytes}},
         )
         fresh = not (config.run_root / name).exists()
@@ -87,80 +70,77 @@ def build(records, new_trainer, run_config):
             config=config,
             run_dir=run_dir,
             state=state,
-            say=recorder.said.append,
-            log=lambda update, row: recorder.rows.update({update: row}),
-            stop_requested=lambda: training.progress.update >= stop_after,
+            console=Console(recorder.printed),
+            log=lambda step, row: recorder.rows.update({step: row}),
+            stop_requested=lambda: training.step >= stop_after,
         )
-        trainer = new_trainer(optimizer={"learning_rate": learning_rate})
         split = [stored(r) for r in records[:36]], [stored(r) for r in records[36:]]
-        trainer.choose_vocabulary([(r.token_ids[:4], r.token_ids[4:]) for r in records[:36]], 0)
-        plan = plan_updates(config, [r.num_tokens for r in split[0]])
-        training = Training(record, trainer, plan, split, recorder.features)
+        limits = {"max_prompt_tokens": 32, "max_new_tokens": 32, "features": {"max_bytes": max_bytes}}
+        rollout = RolloutConfig(num_speculative_tokens=3, dtype="float32", **limits)
+        trainer = new_trainer(rollout=rollout, optimizer={"learning_rate": learning_rate})
+        training = Training(record, trainer, split, recorder.features)
         return training, recorder
 
     return new
 
 
 def finish(training: Training) -> bool:
-    finished = asyncio.run(training.train())
+    finished = asyncio.run(training.train()) is not None
     training.run.run_dir.close()
     return finished
 
 
 def test_training_improves_and_reports(build, records):
     training, recorder = build("first")
-    before = training.trainer.evaluate(records[36:])[EXPECTED]
     assert finish(training)
-    progress = training.progress
-    assert progress.update == len(training.plan) and progress.best[EXPECTED] > before + 0.05
-    assert list(recorder.rows) == sorted(training.evaluate_after) and len(recorder.rows) == 4
-    assert recorder.rows[progress.best_update][EXPECTED] == progress.best[EXPECTED]
-    assert [row["drafter/epoch"] for row in recorder.rows.values()] == [1, 1, 2, 2]
+    progress, printed = training.progress, recorder.printed.getvalue()
+    assert training.step == list(recorder.rows)[-1] == len(recorder.rows) == 2 * 3  # 36 x 24 tokens, 9 updates an epoch
+    lengths = {step: row[EXPECTED] for step, row in recorder.rows.items() if EXPECTED in row}
+    assert list(lengths) == [3, 6] and progress.best[EXPECTED] == max(lengths.values()) > 1.05
+    before = float(printed.partition("before training: expected acceptance length ")[2].split()[0])
+    assert progress.best[EXPECTED] > before + 0.05 and progress.best_epoch in (1, 2)
     assert recorder.sizes == [12, 36]  # hold-out; everything fits: computed once for both epochs
-    assert any(line.startswith("epoch 2/2") and "eta" in line for line in recorder.said)
+    assert "step 6/6" in printed and "epoch 2/2  loss " in printed
     assert training.trainer.evaluate(records[36:])[EXPECTED] == pytest.approx(progress.best[EXPECTED])
 
 
 def test_a_stopped_and_resumed_training_equals_one_in_one_go(build):
-    straight, _ = build("straight", max_bytes=700_000)
+    straight, _ = build("straight")
     finish(straight)
-    stop = sorted(straight.evaluate_after)[1] + 1
-    first, _ = build("halves", max_bytes=700_000, stop_after=stop)
-    assert not finish(first) and first.progress.update == stop
-    second, _ = build("halves", max_bytes=700_000)
-    assert second.progress.update == stop
+    first, _ = build("halves", stop_after=4)
+    assert not finish(first) and first.progress.epoch == 1
+    second, _ = build("halves")
+    assert second.step == 3
     assert finish(second)
-    assert second.progress == straight.progress and second.progress.best_update > stop
+    assert second.progress == straight.progress
     one, two = weights_of(straight.trainer), weights_of(second.trainer)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    third, recorder = build("halves", max_bytes=700_000)  # a finished one has nothing left to do
+    third, recorder = build("halves")  # a finished one has nothing left to do
     assert finish(third) and not recorder.sizes
 
 
-def test_it_stops_when_the_hold_out_no_longer_improves(build):
-    training, recorder = build("wild", learning_rate=1.0)
-    before = weights_of(training.trainer)
+def test_a_training_that_makes_it_worse_keeps_the_first_weights(build):
+    training, _ = build("wild", learning_rate=1.0)
     assert finish(training)
-    assert training.progress.update == sorted(training.evaluate_after)[1] < len(training.plan)
-    assert training.progress.best_update == 0
-    assert any(line.startswith("stopping early") for line in recorder.said)
-    assert all(torch.equal(before[name], v) for name, v in weights_of(training.trainer).items()), "the best are back"
+    assert (training.progress.epoch, training.progress.best_epoch) == (2, 0)
+    printed = weights_of(training.trainer)
     again, recorder = build("wild", learning_rate=1.0)
     assert finish(again) and not recorder.sizes
+    assert all(torch.equal(printed[name], v) for name, v in weights_of(again.trainer).items()), "the best are back"
 
 
-def test_a_small_buffer_streams_and_a_checkpoint_is_whole(build, records):
+def test_a_small_memory_streams_and_a_checkpoint_is_whole(build, records):
     bound = 700_000
     training, recorder = build("small", max_bytes=bound)
     assert finish(training)
     most = (bound - 12 * records[0].num_bytes) // records[0].num_bytes
     assert len(recorder.sizes) > 4 and max(recorder.sizes[1:]) <= most
-    assert sum(recorder.sizes[1:]) <= 2 * 36  # at most once an epoch
+    assert sum(recorder.sizes[1:]) == 2 * 36  # once an epoch
     checkpoint = latest_checkpoint(training.run.run_dir)
     assert checkpoint is not None and find_defect(checkpoint) is None
     assert {path.name for path in checkpoint.iterdir()} == {"COMPLETE", "state.json", "trainer"}
 
 
-def test_a_bound_below_one_update_still_trains(build):
-    training, recorder = build("none", max_bytes=9999)
-    assert finish(training) and recorder.sizes[1:] == [len(batch) for batch in training.plan]
+def test_a_bound_below_one_rollout_still_trains(build):
+    training, recorder = build("none", max_bytes=200_000)  # the hold-out alone takes more
+    assert finish(training) and recorder.sizes[1:] == [1] * 2 * 36
