@@ -33,7 +33,7 @@ class Shape:
         return float(without * ratio_at(ratios, (verified + drafted) / 2))
 
 
-# SmolLM2-135M on two CPU cores: the ratios that the table of docs/internals/speculation.md has with GOOD and BAD
+# SmolLM2-135M on two CPU cores: the ratios that the table of docs/measurements/draft_length.md has with GOOD and BAD
 CPU = Shape(
     (1, 4, 16, 32),
     (0.0219, 0.0226, 0.0426, 0.080),
