@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .SILENT:
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-cluster test-contracts lint clean
+.PHONY: help setup quickstart test test-long test-contracts lint clean
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 # The first that is supported, or PYTHON=... on the command line.
@@ -33,17 +33,17 @@ quickstart: $(STAMP) ## train a real model and its drafter for a few minutes
 	for ((n = 2; ; n++)); do [ -e "runs/$$name" ] || break; name=quickstart-$$n; done
 	$(BIN)/cotrain train configs/quickstart.toml name=$$name
 
-test: $(STAMP) ## lint, then all tests
+test: $(STAMP) ## lint, then all tests but the long ones
 	started=$$SECONDS
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -m 'not engine' --numprocesses 2
 	$(BIN)/python -m tests.native_models
-	$(BIN)/python -m pytest -q -m 'engine and not alone and not cluster' --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -q -m 'engine and alone and not cluster'
+	$(BIN)/python -m pytest -q -m 'engine and not alone and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m 'engine and alone and not long'
 	echo "make test: $$((SECONDS - started)) s"
 
-test-cluster: $(STAMP) ## long runs, most of them on several Ray nodes of this machine; nodes and engines are lost (minutes)
-	$(BIN)/python -m pytest -q -m cluster
+test-long: $(STAMP) ## other forms of what the tests prove, and long runs, some on several Ray nodes of this machine
+	$(BIN)/python -m pytest -q -m long
 
 test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (1 GB, once)
 	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM)

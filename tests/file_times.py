@@ -45,7 +45,7 @@ class FileTimes:
         config = session.config
         if config.option.keyword or any("::" in argument for argument in config.args):
             return  # a part of a file says nothing about the file
-        if config.option.markexpr == "cluster" or any("tests/contracts" in argument for argument in config.args):
+        if config.option.markexpr == "long" or any("tests/contracts" in argument for argument in config.args):
             return  # these may take as long as they want
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(recorded() | {file: round(s, 1) for file, s in self.seconds.items()}, indent=1))

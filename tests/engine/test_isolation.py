@@ -16,7 +16,7 @@ from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
 from tests.engine.conftest import AUX_LAYERS, features_of
 
-pytestmark = pytest.mark.engine  # slow: two sets of Ray actors
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # two sets of Ray actors
 
 PROMPT, RESPONSE = 10, 20
 

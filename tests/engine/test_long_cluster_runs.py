@@ -1,4 +1,4 @@
-"""The long form of the runs on several nodes: `make test-cluster`."""
+"""The long form of the runs on several nodes: `make test-long`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.engine.test_two_nodes import SMOKE, facts, run, served, start
 from tests.engine.two_nodes import FIRST, SECOND, THIRD, TwoNodes, cut_off, start_node
 from tests.faults.runs import rows_in, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.cluster]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS = 24
 

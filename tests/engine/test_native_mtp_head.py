@@ -12,7 +12,7 @@ from tests.engine.mtp_head import Target, running
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.cluster,
+    pytest.mark.long,
 ]  # test_mtp_head.py and test_mimo_run.py have the other kinds of heads
 
 

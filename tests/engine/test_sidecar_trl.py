@@ -88,7 +88,7 @@ def test_an_unchanged_script_gets_a_drafter_that_learns(target_folder: Path, mlf
     assert not (folder / "spool").exists()
 
 
-@pytest.mark.cluster  # a second host, which differs by its callback alone
+@pytest.mark.long  # a second host, which differs by its callback alone
 def test_the_callback_starts_a_trainer_and_logs_what_is_accepted(target_folder: Path, mlflow_database: Path) -> None:
     folder = mlflow_database.parents[1]
     arguments = ["tiny:llama", "eagle3", "name=trl", *DRAFTER]

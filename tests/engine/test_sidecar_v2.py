@@ -20,7 +20,7 @@ from tests.engine.sidecar_host import running_host
 from tests.engine.test_sidecar_engine import Sidecar, error, holes, prompts
 from tests.sidecar_parts import host_environment, make_spool
 
-pytestmark = [pytest.mark.engine, pytest.mark.cluster]  # minutes
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # minutes
 
 TOKENS, REQUESTS = 8, 4
 GREEDY = {"temperature": 0.0, "max_tokens": TOKENS}

@@ -13,7 +13,7 @@ from tests.engine.test_runs import TIMEOUT_S
 from tests.engine.two_nodes import FIRST, SECOND, TwoNodes
 from tests.faults.runs import compared, rows_in
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]  # nine processes on all cores
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # nine processes; test_engines_on_two_nodes.py has engines alone
 
 SMOKE = [str(ROOT / "configs/smoke.toml"), "rollout.num_engines=2", "policy.num_processes=2", "policy.sharding=fsdp2"]
 
