@@ -1,6 +1,5 @@
 """Rules of the code base that no single module can keep."""
 
-import os
 import re
 import subprocess
 import sys
@@ -21,22 +20,18 @@ LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 
 
 def relative(path: Path) -> str:
-    """For pytest."""
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=relative)
-def test_file_is_short_and_ascii(path: Path) -> None:
-    text = path.read_bytes()
-    assert text.isascii()
-    assert text.count(b"\n") <= MAX_LINES
+def test_files_are_short_and_ascii() -> None:
+    texts = {relative(path): path.read_bytes() for path in SOURCES + TESTS}
+    assert [name for name, text in texts.items() if not text.isascii() or text.count(b"\n") > MAX_LINES] == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_module_says_what_it_owns(path: Path) -> None:
+def test_modules_say_what_they_own() -> None:
     """What a package is for stands in the map of docs/internals/architecture.md."""
-    text = path.read_text()
-    assert text.startswith('"""') or (path.name == "__init__.py" and not text)
+    texts = {relative(path): path.read_text() for path in SOURCES if path.name != "__init__.py" or path.read_text()}
+    assert [name for name, text in texts.items() if not text.startswith('"""')] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -63,13 +58,6 @@ def test_import_pulls_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
-
-
-def test_import_contracts_hold() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
 
 
 def test_vllm_requirements_match_the_installed_wheel() -> None:

@@ -30,6 +30,12 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_native(tmp_path_factory.mktemp("native") / "whole", MAKERS[request.param](), request.param)
 
 
+@pytest.fixture(scope="module")
+def other_target() -> TargetSpec:
+    """From the cache of all tests: an empty one would train the tiny model again."""
+    return TargetSpec.from_pretrained(resolve_model("tiny:llama"))
+
+
 @pytest.fixture
 def mimo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A policy to damage, and an empty cache."""
@@ -192,17 +198,15 @@ def test_several_heads_are_refused(mimo: Path) -> None:
     assert line.startswith("policy.model: ") and "has 2 MTP heads (num_nextn_predict_layers)" in line
 
 
-def test_a_head_of_another_model_is_refused(mimo: Path, tmp_path: Path) -> None:
-    target = TargetSpec.from_pretrained(resolve_model("tiny:llama"))
-    build_drafter(MtpConfig(type="mtp"), target, seed=0).save(tmp_path / "other", torch.float32)
+def test_a_head_of_another_model_is_refused(other_target: TargetSpec, mimo: Path, tmp_path: Path) -> None:
+    build_drafter(MtpConfig(type="mtp"), other_target, seed=0).save(tmp_path / "other", torch.float32)
     edit(tmp_path / "other", intermediate_size=512)
     [line] = problems(config(mimo, f"drafter.init={tmp_path}/other"))
     assert "was made for another target: its intermediate_size is 512, this one's is 256" in line
 
 
-def test_a_drafter_of_another_kind_is_refused(mimo: Path, tmp_path: Path) -> None:
-    target = TargetSpec.from_pretrained(resolve_model("tiny:llama"))
+def test_a_drafter_of_another_kind_is_refused(other_target: TargetSpec, mimo: Path, tmp_path: Path) -> None:
     eagle3 = Eagle3Config(type="eagle3", draft_vocab_size=64, aux_layers=(1, 2, 3))
-    build_drafter(eagle3, target, seed=0).save(tmp_path / "eagle3", torch.float32)
+    build_drafter(eagle3, other_target, seed=0).save(tmp_path / "eagle3", torch.float32)
     [line] = problems(config(mimo, f"drafter.init={tmp_path}/eagle3"))
     assert 'is a drafter of type "eagle3", but drafter.model.type is "mtp"' in line

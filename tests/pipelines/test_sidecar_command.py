@@ -14,7 +14,7 @@ from cotrain.sidecar.adoption import CHECK_VARIABLE
 from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE
 from pipelines.sidecar import command
 from pipelines.sidecar.command import engines_text
-from tests.pipelines.test_cli import cotrain
+from tests.pipelines.test_cli import cotrain, status_of
 
 QUICK = ["name=first"]
 ADOPTED = {"model": "m", "pid": 1, "reason": None}
@@ -54,7 +54,6 @@ def test_help_shows_the_command_to_type_without_torch(name: str, texts: list[str
         (["run", "--", "true"], "model: missing"),
         (["run", "--model", "m", "adaptiv=false", "--", "true"], "did you mean adaptive?"),
         (["run", "--model", "m", "share=2", "--", "true"], "share: "),
-        (["run", "--model", "m", "--", "true"], "before it was ready"),
         (["run", "--model", "m", "--", "no_such_cmd"], "COMMAND: no_such_cmd cannot be run here"),
         (["sidecar", "check", "--model", "m", "--", "./no"], "COMMAND: ./no cannot be run here"),
         (
@@ -62,15 +61,29 @@ def test_help_shows_the_command_to_type_without_torch(name: str, texts: list[str
             "--drafter: 'suffix' is no folder; give one of eagle3, mtp, draft_model, native, a folder or",
         ),
         (["sidecar", "--model", "m"], "--share: say which share"),
-        (["sidecar", "--model", "m", "--share", "1"], "model: "),
         (["sidecar", "check", "--model", "m"], "write it after --"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_are_messages(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = cotrain(*arguments, folder=tmp_path)
-    assert result.returncode in (1, 2) and message in result.stderr
+def test_mistakes_are_messages(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status_of(*arguments) == 2
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err and "start the engine" not in said.out
+
+
+def test_a_trainer_that_cannot_begin_is_a_message_before_the_host_starts(tmp_path: Path) -> None:
+    """The trainer's own message, which `cotrain sidecar` prints as well, and the end of `cotrain run`."""
+    result = cotrain("run", "--model", "m", "--", "touch", "started", folder=tmp_path)
+    assert result.returncode == 1 and "before it was ready" in result.stderr and "model: " in result.stderr
     assert "Traceback" not in result.stderr and "start the engine" not in result.stdout
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_host_without_an_engine_is_told_the_usual_causes(mlflow_database: Path) -> None:
@@ -133,20 +146,22 @@ def test_the_trainer_leaves_the_cores_to_the_host(arguments: list[str], threads:
     assert result.stdout == f"{min(8, threads)} {priority} True\n", result.stderr
 
 
-def test_the_check_asks_the_first_engine_for_its_model(tmp_path: Path) -> None:
-    result = cotrain("sidecar", "check", *QUICK, "--", sys.executable, "-c", ENGINE, folder=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("engines: 1 adopted\n")
+def test_the_check_asks_the_first_engine_for_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.sidecar(["check", *QUICK, "--", sys.executable, "-c", ENGINE]) == 0
+    assert capsys.readouterr().out.endswith("engines: 1 adopted\n")
     assert not any(tmp_path.iterdir())
 
 
-def test_the_check_says_why_not(tmp_path: Path) -> None:
+def test_the_check_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     code = ENGINE.replace('"tiny:llama" else', '"other" else')
-    result = cotrain(
-        "sidecar", "check", "--model", "tiny:llama", *QUICK, "--", sys.executable, "-c", code, folder=tmp_path
-    )
-    assert result.returncode == 1
-    assert "not adopted, tiny:llama: of another model" in result.stdout
+    assert command.sidecar(["check", "--model", "tiny:llama", *QUICK, "--", sys.executable, "-c", code]) == 1
+    assert "not adopted, tiny:llama: of another model" in capsys.readouterr().out
 
 
 def test_the_check_sets_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
