@@ -1,7 +1,6 @@
 """What holds for every test: few threads, no network, nothing recorded outside the test's own folder."""
 
 import os
-import shutil
 
 # Each of the test processes that run side by side has a core of its own, and so have the processes that it starts.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
@@ -19,6 +18,7 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 import pytest
 
 from cotrain.config.schema import RunConfig
+from tests.empty_store import empty_store, place_empty_store
 from tests.file_times import FileTimes, longest_first
 
 
@@ -50,19 +50,12 @@ def run_config(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def empty_mlflow_database(tmp_path_factory):
-    """An sqlite file with MLflow's tables: making one takes 7 s, copying it nothing."""
-    from cotrain.run.mlflow_store import connect
-
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    connect(f"sqlite:///{path}")
-    return path
+def empty_mlflow_database():
+    """An sqlite file with MLflow's tables."""
+    return empty_store()
 
 
 @pytest.fixture
-def mlflow_database(empty_mlflow_database, tmp_path):
+def mlflow_database(tmp_path):
     """The default store of run_config's run root, empty."""
-    path = tmp_path / "runs" / "mlflow.db"
-    path.parent.mkdir()
-    shutil.copy(empty_mlflow_database, path)
-    return path
+    return place_empty_store(tmp_path / "runs")

@@ -11,6 +11,7 @@ from cotrain.config.load import load_config
 from pipelines.doctor import engine, machine
 from pipelines.doctor.check import Check, NotApplicable, Problem, run_check
 from pipelines.doctor.command import ENGINE, MACHINE, Doctor, main, print_table
+from pipelines.preflight import check_run
 
 
 def test_every_check_has_its_function_and_a_remedy_in_a_sentence() -> None:
@@ -116,3 +117,8 @@ def test_the_remedy_stands_below_what_was_found() -> None:
     print_table([Check("tap", "fail", "[2] is another layer", "Look at it.", 1.0)], stream)
     *_, found, remedy, _ = stream.getvalue().splitlines()
     assert found.split() == ["tap", "fail", "[2]", "is", "another", "layer"] and remedy.split() == ["Look", "at", "it."]
+
+
+def test_the_configuration_of_the_short_run_is_a_sound_one(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(engine.CONFIG)
+    check_run(load_config([tmp_path / "run.toml"], [f"run_root={tmp_path}"]))

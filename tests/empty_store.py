@@ -1,0 +1,33 @@
+"""An MLflow store without a record, which tests copy: making its tables takes seconds in each new run root."""
+
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+from filelock import FileLock
+
+CACHE = Path(__file__).parents[1] / ".pytest_cache"
+
+
+def empty_store() -> Path:
+    """An sqlite file with MLflow's tables, made once for all sessions."""
+    path = CACHE / f"mlflow-{version('mlflow')}.db"
+    CACHE.mkdir(exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            from cotrain.run.mlflow_store import connect
+
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            connect(f"sqlite:///{unfinished}")
+            unfinished.rename(path)
+    return path
+
+
+def place_empty_store(run_root: Path) -> Path:
+    """Give a run root its default store, unless it has one. Returns the file."""
+    database = run_root / "mlflow.db"
+    if not database.exists():
+        run_root.mkdir(parents=True, exist_ok=True)
+        shutil.copy(empty_store(), database)
+    return database
