@@ -28,7 +28,7 @@ from drafters.losses import drafter_loss
 from tests.engine.two_nodes import address, two_nodes  # noqa: F401
 from tests.native_models import trained_native
 
-pytest.register_assert_rewrite("tests.engine.mtp_head", "tests.engine.native_runs", "tests.engine.stream_runs")
+pytest.register_assert_rewrite(*(f"tests.engine.{name}" for name in ("mtp_head", "native_runs", "runs", "stream_runs")))
 
 ROOT = Path(__file__).parents[2]
 AUX_LAYERS = (2, 4, 5)

@@ -86,6 +86,7 @@ def test_acceptance_rises_after_a_swap_and_greedy_output_stays(target: Target, l
     assert tokens(after) == tokens(before)
 
 
+@pytest.mark.long  # test_swap.py has an EAGLE-3, which is served by the same code
 def test_greedy_output_is_identical_without_speculation(target: Target, live: LiveEngine) -> None:
     speculated = {}
     for num_speculative_tokens in (1, 2, 3):
@@ -98,6 +99,7 @@ def test_greedy_output_is_identical_without_speculation(target: Target, live: Li
     assert {k: tokens(batch) for k, batch in speculated.items()} == dict.fromkeys(speculated, tokens(plain))
 
 
+@pytest.mark.long  # test_swap.py has an EAGLE-3, which is served by the same code
 def test_a_swap_in_mid_generation_changes_no_token(target: Target, live: LiveEngine) -> None:
     reference = tokens(live.greedy(make_requests(8)))
     states = [target.untrained.state_for_serving(), target.trained.state_for_serving()]

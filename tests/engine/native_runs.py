@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
 from pipelines.cli import main
-from tests.engine.test_runs import TIMEOUT_S, train
+from tests.engine.runs import TIMEOUT_S, train
 
 
 def in_stock_vllm(model: Path, dtype: str, num_speculative_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`cotrain bench` as a user runs it: five real engines on the tiny Llama, all kinds of arms."""
+"""`cotrain bench` as a user runs it: real engines on the tiny Llama, one for each kind of arms."""
 
 import json
 import subprocess
@@ -10,17 +10,18 @@ import pytest
 pytestmark = pytest.mark.engine
 
 TOKENS, ROUNDS, GROUPS = 12, 2, 2
-ARMS = [
-    "no speculation",
-    *(f"{method} k={k}" for method in ("ngram", "greedy", "probabilistic", "mixed") for k in (1, 2)),
-]
+FIXED = ["ngram", "greedy", "probabilistic", "mixed"]
 
 
-def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fixed", [["mixed"], pytest.param(FIXED, marks=pytest.mark.long)], ids=["two engines", "five engines"]
+)
+def test_bench_measures_every_arm(fixed: list[str], drafter_folder: Path, tmp_path: Path) -> None:
+    """Draft lengths that are fixed, and those that are chosen for history and drafter together."""
     out = tmp_path / "bench"
     command = [
         *(sys.executable, "-m", "pipelines.cli", "bench", "--model", "tiny:llama", "--drafter", str(drafter_folder)),
-        *("--methods", "ngram", "greedy", "probabilistic", "mixed", "adaptive-mixed"),
+        *("--methods", *fixed, "adaptive-mixed"),
         *("--k", "1", "2", "--batch", "1", "3"),
         *("--tokens", str(TOKENS), "--rounds", str(ROUNDS), "--groups", str(GROUPS)),
         *("--dtype", "float32", "--same-prompts", "--out", str(out)),
@@ -31,7 +32,7 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     assert (out / "bench.md").read_text() in run.stdout
 
     report = json.loads((out / "bench.json").read_text())
-    arms = [*ARMS, "adaptive-mixed k<=2"]
+    arms = ["no speculation", *(f"{method} k={k}" for method in fixed for k in (1, 2)), "adaptive-mixed k<=2"]
     assert [arm["name"] for arm in report["arms"]] == [f"batch {batch}, {arm}" for batch in (1, 3) for arm in arms]
     assert all(arm["error"] is not None and arm["min"] <= arm["mean"] <= arm["max"] for arm in report["arms"])
     assert len(report["turns"]) == 2 * len(arms) * ROUNDS * GROUPS

@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.doctor.engine import run, verify
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # `cotrain train` and `cotrain verify` have tests of their own
 
 
 def test_a_sound_installation_passes_and_is_really_checked(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tests.engine.mtp_head import (
     test_the_tap_takes_the_final_hidden_state_and_nothing_else,  # noqa: F401
     test_what_is_served_is_what_was_trained,  # noqa: F401
 )
-from tests.engine.test_runs import train
+from tests.engine.runs import train
 from tests.engine.test_speculation_engine import K, accepted_at, draft_lengths, share_equal
 
 pytestmark = pytest.mark.engine
@@ -146,6 +146,7 @@ def test_a_tied_draft_model_that_is_the_whole_policy_is_always_right(
     assert lengths[0] == lengths[2] > 3.9 and lengths[1] < 2.5
 
 
+@pytest.mark.long  # test_mimo_run.py has a run with a drafter that is no EAGLE-3
 def test_a_run_cuts_trains_publishes_and_registers_it(tmp_path: Path) -> None:
     printed = train(tmp_path, "configs/smoke.toml", "drafter.model.type=draft_model")
     assert "draft_model from layers of the policy" in printed

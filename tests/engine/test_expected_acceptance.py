@@ -33,6 +33,9 @@ REQUESTS = 192
 TOLERANCE = 0.03
 """Tolerance of the acceptance length. Its standard error over 192 rollouts of 48 tokens is below 0.01."""
 
+CALLS = 4
+"""Batches over which the lengths of tapped rollouts are compared with those of all."""
+
 BLOCK, SAMPLES, PROMPT_TOKENS = 32, 8, 164
 """Small cache blocks, as on a GPU: of a prompt, five are served from the cache to the samples after the first."""
 
@@ -76,7 +79,7 @@ def estimated(
     return request.param, [part for (part,) in parts]
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [2, K])
+@pytest.mark.parametrize("num_speculative_tokens", [pytest.param(2, marks=pytest.mark.long), K])
 def test_expected_acceptance_is_served(
     num_speculative_tokens: int, estimated: tuple[str, list[StartAcceptance]], deep_engine: LiveEngine
 ) -> None:
@@ -149,7 +152,7 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     lengths, tapped, tapped_per_call = [], [], []
     object.__setattr__(rollout, "features", bounds)
     try:
-        for call in range(8):
+        for call in range(CALLS):
             batch = deep_engine.generate(make_requests(REQUESTS, seed=20 + call), stop_token_ids=stops)
             records = [record for shard in batch.features for record in read_shard(shard)]
             lengths += [len(r.token_ids) for r in batch.rollouts]
@@ -162,4 +165,4 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     print(f"mean length of all {mean:.1f}, of {tapped_per_call} tapped {statistics.mean(tapped):.1f}")
     assert spread > mean / 3, "lengths that vary"
     assert statistics.mean(tapped) == pytest.approx(mean, abs=3 * spread / len(tapped) ** 0.5)
-    assert tapped_per_call == [REQUESTS // 4] * 8
+    assert tapped_per_call == [REQUESTS // 4] * CALLS

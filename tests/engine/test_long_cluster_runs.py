@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.engine.conftest import ROOT
-from tests.engine.test_runs import TIMEOUT_S
+from tests.engine.runs import TIMEOUT_S
 from tests.engine.test_two_nodes import SMOKE, facts, run, served, start
 from tests.engine.two_nodes import FIRST, SECOND, THIRD, TwoNodes, cut_off, start_node
 from tests.faults.runs import rows_in, wait_until

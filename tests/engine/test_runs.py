@@ -5,72 +5,35 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cotrain.process.stopping import descendants
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
 from cotrain.simulation.scenario import Scenario
 from pipelines.simulate.run_base import compared, recorded, run_system
 from tests.engine.conftest import make_requests
+from tests.engine.runs import STEPS, TIMEOUT_S, command, metrics_of, straight_run
 
 pytestmark = pytest.mark.engine
-
-TIMEOUT_S = 420
-
-
-def command(root: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pipelines.cli", "train", *arguments, f"run_root={root}"]
-
-
-def train(root: Path, *arguments: str) -> str:
-    done = subprocess.run(command(root, *arguments), capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def metrics_of(root: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+    return straight_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def straight(root: Path) -> str:
-    """Six steps in one go; its output. Of its processes, no file is left in shared memory or among temporary files."""
-    others, started = set(descendants()), set[int]()
-    with tempfile.TemporaryDirectory(prefix="cotrain-test-") as temporary:
-        process = subprocess.Popen(
-            command(root, "configs/smoke.toml", "name=straight", "steps=6", "checkpoint.every=2"),
-            env=os.environ | {"TMPDIR": temporary}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        with ThreadPoolExecutor(1) as reader:
-            output = reader.submit(process.communicate, timeout=TIMEOUT_S)
-            while not output.done():
-                started |= set(descendants()) - others
-                time.sleep(0.05)
-        [text, _] = output.result()
-        assert process.returncode == 0, text
-        assert len(started) > 5
-        left = [*Path("/dev/shm").iterdir(), *Path("/tmp").glob("cotrain-*")]
-        assert not [file for file in left if started.intersection(map(int, re.findall(r"\d+", file.name)))]
-        # torch makes its cache, which all programs share, when it is imported.
-        assert not [file for file in Path(temporary).iterdir() if not file.name.startswith("torchinductor_")]
-    return text
+    """Seven steps in one go; its output."""
+    return (root / "output").read_text()
 
 
 def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
-    assert re.search(r"step 6/6 .*reward .*accept \d\.\d\d \(exp \d\.\d\d\)  k 3 .*p6 d5", straight)
+    assert re.search(r"step 7/7 .*reward .*accept \d\.\d\d \(exp \d\.\d\d\)  k 3 .*p7 d6", straight)
     assert re.search(
         r"lossless     verified on [\d,]+ sampled tokens, 1\d\d of them speculated \(1 check in this run\); greedy output",
         straight,
@@ -81,11 +44,11 @@ def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
     assert re.search(rf"cotrain ui --uri sqlite:///{root}/mlflow\.db$", straight, re.MULTILINE)
     assert (root / "straight" / "report" / "acceptance_length.png").is_file()
     rows = metrics_of(root, "straight")
-    assert [row["versions/policy"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["versions/policy"] for row in rows] == list(range(STEPS))
     # What step 1 trains is judged on the rollouts of step 2, and serves from step 3 on.
-    assert [row["versions/drafter"] for row in rows] == [0, 0, 1, 2, 3, 4]
+    assert [row["versions/drafter"] for row in rows] == [0, 0, 1, 2, 3, 4, 5]
     decisions = [json.loads(line) for line in (root / "straight" / "decisions.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in decisions if row["kind"] == "published"] == [2, 3, 4, 5, 6]
+    assert [row["step"] for row in decisions if row["kind"] == "published"] == [2, 3, 4, 5, 6, 7]
     assert all(row["rollout/feature_holes"] == 0 for row in rows)
     assert rows[0]["rollout/acceptance_length"] < rows[-1]["rollout/acceptance_length"]
     samples = [line for file in (root / "straight" / "samples").iterdir() for line in file.read_text().splitlines()]
@@ -132,7 +95,7 @@ def test_a_pulled_drafter_serves_in_stock_vllm(
 ) -> None:
     uri = absolute_uri(f"sqlite:///{root}/mlflow.db")
     rows = [row for row in list_drafters(uri) if row.tags["run_name"] == "straight"]
-    assert sorted(int(row.tags["drafter_version"]) for row in rows) == [1, 2, 3, 4, 5]
+    assert sorted(int(row.tags["drafter_version"]) for row in rows) == [1, 2, 3, 4, 5, 6]
     pulled = tmp_path / "pulled"
     pull_drafter(uri, f"{rows[0].name}/{rows[0].version}", pulled)
     script = f"""

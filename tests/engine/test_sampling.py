@@ -122,10 +122,18 @@ CASES = {
     "temperature 0.7": (0.7, -1),
     "top-k 5": (1.0, 5),
 }
+OFTEN = [("temperature 0.7", "greedy"), ("top-k 5", "probabilistic")]
+"""test_verify_engine.py looks at all of them, by another statistic."""
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        pytest.param(case, method, marks=[] if (case, method) in OFTEN else pytest.mark.long)
+        for case in CASES
+        for method in METHODS
+    ],
+)
 def test_sampled_text_has_the_targets_distribution(sampler: LiveEngine, laws: Laws, case: str, method: str) -> None:
     """The first token comes from the prefill, the second and third are drafts, accepted or recovered.
 

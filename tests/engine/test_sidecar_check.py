@@ -22,7 +22,15 @@ print("a model would be loaded now")
     ("options", "arguments", "status", "said"),
     [
         ([], "{}", 0, "engines: 1 adopted"),
-        (["--model", "tiny:llama"], '{"enable_lora": true}', 1, "enable_lora, and the drafter learns from one set"),
+        pytest.param(
+            *(
+                ["--model", "tiny:llama"],
+                '{"enable_lora": true}',
+                1,
+                "enable_lora, and the drafter learns from one set",
+            ),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["of the engine's own model", "refused"],
 )

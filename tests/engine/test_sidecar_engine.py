@@ -24,7 +24,7 @@ from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.payload import write_payload
 from drafters.base import Drafter
 from tests.engine.conftest import AUX_LAYERS, features_of, make_requests
-from tests.engine.sidecar_host import RunningHost, running_host
+from tests.engine.sidecar_host import REPORT_SECONDS, RunningHost, running_host
 from tests.engine.test_sampling import NUM_SAMPLES, PROMPT, K, Laws, laws, p_values  # noqa: F401
 from tests.sidecar_parts import host_environment, make_spool
 
@@ -62,7 +62,7 @@ class Sidecar:
 
     def settle(self) -> None:
         """Let the engine make a step, with which it hears of the requests that have ended, and report."""
-        time.sleep(1.1)
+        time.sleep(1.5 * REPORT_SECONDS)
         self.host("generate", prompts(1, 2), {"max_tokens": 1})
 
     def acceptance_length(self, seed: int) -> float:
@@ -97,7 +97,7 @@ def sidecar(
     """The tests below use one engine, in their order."""
     folder = tmp_path_factory.mktemp("sidecar")
     spool = make_spool(folder / "spool", target_folder, untrained_drafter, max_bytes=2**24)
-    with running_host(target_folder, host_environment(folder, spool) | IN_PROCESS) as host:
+    with running_host(target_folder, host_environment(folder, spool) | IN_PROCESS, "reports often") as host:
         yield Sidecar(host, spool)
 
 
@@ -108,7 +108,7 @@ TRAINER = (
 )  # fmt: skip
 
 
-@pytest.mark.alone
+@pytest.mark.long  # test_sidecar_server.py has a host in processes of its own
 def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow_database: Path) -> None:
     """The engine core and the worker are processes of their own, and so is the trainer.
 
@@ -250,10 +250,15 @@ def samples(host: RunningHost) -> torch.Tensor:
 def uncorrected(
     target_folder: Path, fitted_drafter: Drafter, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sidecar]:
-    """An engine that chooses its draft lengths, and in which nothing is done about the faults of vLLM's CPU build."""
+    """An engine that chooses its draft lengths, and in which nothing is done about the faults of vLLM's CPU build.
+
+    It is loaded without weights, as verl does it, and gets them before its first request.
+    """
     folder = tmp_path_factory.mktemp("uncorrected")
     spool = make_spool(folder / "spool", target_folder, fitted_drafter, max_bytes=2**24, adaptive=True)
-    with running_host(target_folder, host_environment(folder, spool) | IN_PROCESS, "without corrections") as host:
+    options = "without corrections", "reports often", "dummy"
+    with running_host(target_folder, host_environment(folder, spool) | IN_PROCESS, *options) as host:
+        host("fill", str(target_folder))
         yield Sidecar(host, spool)
 
 
@@ -345,7 +350,7 @@ def test_a_host_outlives_its_trainer_and_works_with_the_next_one(
             break
     waiting = sum(shard.stat().st_size for shard in sidecar.engine.shards())
     assert sidecar.state["dropped"]["spool full"] and waiting <= settings.max_bytes
-    sidecar.settle()  # a state may be a second old, in which two waves are tapped
+    sidecar.settle()  # a state may be old, and waves be tapped since
     tapped = sidecar.state["tapped"]
     sidecar.spool._held.close()  # as when it is killed
     assert sidecar.greedy() == texts

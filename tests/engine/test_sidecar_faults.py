@@ -29,7 +29,7 @@ SWITCHED_OFF = [
     "cotrain.rollout.vllm.hooks.DraftingHook.record",
     "cotrain.rollout.vllm.hooks.DraftingHook.propose",
 ]
-FAULTS = NOT_ADOPTED + NOT_ATTACHED + SWITCHED_OFF
+FAULTS = {"configure": NOT_ADOPTED, "start": NOT_ATTACHED, "run": SWITCHED_OFF}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def engines(
     folder = tmp_path_factory.mktemp("faults")
     spool = make_spool(folder / "spool", target_folder, untrained_drafter)
     environment = host_environment(folder / "plugin", spool) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [sys.executable, str(ROOT / "tests/engine/sidecar_faults.py"), str(target_folder), *FAULTS]
+    command = [sys.executable, str(ROOT / "tests/engine/sidecar_faults.py"), str(target_folder), json.dumps(FAULTS)]
     host = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert host.returncode == 0
     lines = [json.loads(line) for line in host.stdout.splitlines() if line.startswith('{"fault"')]
@@ -54,16 +54,33 @@ def test_an_engine_without_a_fault_drafts_and_generates_the_same(engines: dict[s
     assert engines["none"]["tokens"] == engines["no sidecar"]["tokens"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_leaves_the_host_its_text_and_switches_drafting_off(
+@pytest.mark.parametrize("fault", NOT_ADOPTED)
+def test_an_engine_that_cannot_be_adopted_is_configured_as_its_host_asked(
     fault: str, engines: dict[str, dict[str, Any]]
 ) -> None:
+    assert engines[fault]["configured"] == engines["no sidecar"]["configured"]
+    assert engines[fault]["configured"][0] is False, "no drafter"
+
+
+@pytest.mark.parametrize("fault", NOT_ATTACHED)
+def test_an_engine_that_starts_with_a_fault_never_drafts(fault: str, engines: dict[str, dict[str, Any]]) -> None:
     found = engines[fault]
     assert found["tokens"] == engines["no sidecar"]["tokens"]
     assert found["num_drawn"] == engines["no sidecar"]["num_drawn"]
-    assert found["has_drafter"] is (fault not in NOT_ADOPTED)
+    assert found["has_drafter"] and found["drafted"] == [0, 0]
+
+
+@pytest.mark.parametrize("fault", SWITCHED_OFF)
+def test_a_fault_leaves_the_host_its_text_and_switches_drafting_off(
+    fault: str, engines: dict[str, dict[str, Any]]
+) -> None:
+    """Of the engine without a fault, which drafts until the fault is planted."""
+    found, drafted = engines[fault], engines["none"]["drafted"][0]
+    assert found["before"] > 0.8 * drafted
+    assert found["tokens"] == engines["no sidecar"]["tokens"]
+    assert found["num_drawn"] == engines["no sidecar"]["num_drawn"]
     first, second = found["drafted"]
-    assert first == second < (engines["none"]["drafted"][0] if fault in SWITCHED_OFF else 1)
+    assert first == second < found["before"]
 
 
 def test_what_an_engine_has_imported_needs_no_more_than_the_dependencies(engines: dict[str, dict[str, Any]]) -> None:

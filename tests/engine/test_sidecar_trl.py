@@ -15,8 +15,8 @@ from cotrain.sidecar.spool import Spool, read_json
 from tests.sidecar_parts import host_environment
 
 pytestmark = [
-    pytest.mark.alone,  # with two cores shared by others, eight steps are over before a drafter is trained
     pytest.mark.engine,
+    pytest.mark.long,  # test_sidecar_server.py has a host in processes of its own
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL comes with the dev extra; run `make setup` again"),
 ]
 
@@ -88,7 +88,6 @@ def test_an_unchanged_script_gets_a_drafter_that_learns(target_folder: Path, mlf
     assert not (folder / "spool").exists()
 
 
-@pytest.mark.long  # a second host, which differs by its callback alone
 def test_the_callback_starts_a_trainer_and_logs_what_is_accepted(target_folder: Path, mlflow_database: Path) -> None:
     folder = mlflow_database.parents[1]
     arguments = ["tiny:llama", "eagle3", "name=trl", *DRAFTER]

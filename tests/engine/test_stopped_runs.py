@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_runs import TIMEOUT_S, command, metrics_of
+from tests.engine.runs import TIMEOUT_S, command, metrics_of
 
 pytestmark = pytest.mark.engine
 

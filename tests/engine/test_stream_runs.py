@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.runs import TIMEOUT_S, command, metrics_of, train
 from tests.engine.stream_runs import AHEAD, P, check_stream, events_of
-from tests.engine.test_runs import TIMEOUT_S, command, metrics_of, train
 
 pytestmark = pytest.mark.engine
 

@@ -34,7 +34,7 @@ def historian(
     request: Any, rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
     """An engine that drafts from what it has generated."""
-    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param], "measure_seconds": 12.0})
+    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param], "measure_seconds": 4.0})
     changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation}
     config = rollout_config.model_copy(update=changes)
     vllm = config.vllm | {"worker_extension_cls": PLANTING, "max_num_seqs": 32}
@@ -123,7 +123,10 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
 
 @pytest.mark.parametrize(
     ("historian", "fault"),
-    [*(("alone", fault) for fault in FAULTS), ("mixed", OF_ANOTHER_REQUEST)],
+    [
+        *(pytest.param("alone", fault, marks=[] if fault == "anticipates" else pytest.mark.long) for fault in FAULTS),
+        ("mixed", OF_ANOTHER_REQUEST),
+    ],
     indirect=["historian"],
 )
 def test_planted_faults_change_the_law(historian: LiveEngine, laws: Laws, fault: str) -> None:  # noqa: F811

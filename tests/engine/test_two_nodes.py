@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import ROOT
-from tests.engine.test_runs import TIMEOUT_S
+from tests.engine.runs import TIMEOUT_S
 from tests.engine.two_nodes import FIRST, SECOND, TwoNodes
 from tests.faults.runs import compared, rows_in
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_runs import TIMEOUT_S
+from tests.engine.runs import TIMEOUT_S
 
 pytestmark = pytest.mark.engine
 
@@ -28,6 +28,7 @@ def test_the_command_verifies_with_history_and_says_so(drafter_folder: Path, tmp
     assert "lossless: " in printed and " left" in printed
 
 
+@pytest.mark.long
 def test_speculation_with_a_native_head_is_lossless(qwen3_next_folder: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(qwen3_next_folder), "--drafter", "native", "--dtype", "bfloat16"]
     _, checks = verify(tmp_path / "verify", *arguments, "--distance", "0.3")

@@ -21,8 +21,7 @@ from tests.engine.conftest import (  # noqa: F401
     target_weights,
     untrained_drafter,
 )
-from tests.engine.test_runs import TIMEOUT_S
-from tests.faults.runs import REPEATABLE, start
+from tests.engine.runs import straight_run
 
 NUM_FAULTS = 15
 COLUMNS = ("fault", "what was done", "caught by", "steps", "tokens lost")
@@ -47,11 +46,7 @@ def fault(record_property: Callable[[str, Any], None]) -> Fault:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a finished run that nothing happened to."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    process = start(root, *REPEATABLE, "name=undisturbed")
-    output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, output
-    return root / "undisturbed"
+    return straight_run(tmp_path_factory) / "straight"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -10,18 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.engine.test_runs import TIMEOUT_S, command
-
-STEPS = 7
-
-REPEATABLE = (
-    "configs/smoke.toml",
-    f"steps={STEPS}",
-    "checkpoint.every=1",
-    "rollout.speculation.adaptive=false",  # a clock would choose draft lengths
-    "drafter.gate.publish_when=always",  # and publications
-)
-"""A run whose rows are the same to the last digit, however often it is interrupted."""
+from tests.engine.runs import TIMEOUT_S, command
 
 BY_THE_CLOCK = re.compile(r"^time/|^idle/|_s$|tokens_per_s|tap_overhead|swap_seconds|seconds_saved")
 

@@ -10,10 +10,10 @@ import pytest
 from cotrain.run.checkpoint import load_state
 from drafters.base import TargetSpec
 from drafters.build import load_drafter
+from tests.engine.runs import REPEATABLE
 from tests.engine.test_stopped_runs import assert_nothing_left
 from tests.faults.conftest import Fault
 from tests.faults.runs import (
-    REPEATABLE,
     attempt,
     marker,
     message_of,
@@ -27,9 +27,9 @@ from tests.faults.runs import (
     wait_for_step,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
+pytestmark = pytest.mark.engine
 
-HANG_AFTER_S = 15
+HANG_AFTER_S = 8
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,10 @@ from cotrain.run.mlflow_store import connect
 from cotrain.run.run_dir import RunDir
 from drafters.base import TargetSpec
 from drafters.build import build_drafter, load_drafter
-from tests.engine.test_runs import TIMEOUT_S
+from tests.engine.runs import REPEATABLE, STEPS, TIMEOUT_S
 from tests.engine.test_stopped_runs import assert_nothing_left
 from tests.faults.conftest import Fault
 from tests.faults.runs import (
-    REPEATABLE,
-    STEPS,
     marker,
     message_of,
     mlflow_server,
@@ -42,7 +40,7 @@ from tests.faults.runs import (
     wait_for_swap,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
+pytestmark = pytest.mark.engine
 
 
 class TrackingServer:
