@@ -22,7 +22,7 @@ TIMEOUT_S = 420
 
 STEPS = 7
 
-REPEATABLE = ("configs/smoke.toml", f"steps={STEPS}", "checkpoint.every=1")
+REPEATABLE = ("configs/smoke.toml", f"steps={STEPS}", "checkpoint.every=1", "checkpoint.keep_last=3")
 """A run whose rows are the same to the last digit, however often it is interrupted: no clock chooses draft lengths or
 publications in it."""
 
