@@ -42,6 +42,9 @@ from tests.faults.runs import (
 
 pytestmark = pytest.mark.engine
 
+PARTS = ("generate", "lossless", "learn", "swap_policy")
+"""What a step's time is made of."""
+
 
 class TrackingServer:
     """An MLflow server that can be killed and started again on the same database."""
@@ -106,7 +109,9 @@ def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swa
     fault("7b", "first drafter half written, run killed, --resume", "written anew on resume", steps=0)
 
     server.kill()
+    killed = time.monotonic()
     wait_for_step(run, 3, process)
+    elapsed = time.monotonic() - killed
     engine = process_titled("VLLM::EngineCore", process)
     wait_for_swap(run, process)
     os.kill(engine, signal.SIGKILL)
@@ -114,7 +119,8 @@ def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swa
     server.start()  # takes some seconds, and the next test needs it
 
     assert "MLflow takes no metrics" in output and "the run goes on" in output
-    assert max(row["time/step_s"] for row in rows_of(run)[1:]) < 5  # no step waits for a server that is gone
+    # No step waits for a server that is gone, which would take MLflow four seconds or more for each.
+    assert elapsed - sum(row.get(f"time/{part}_s", 0.0) for row in rows_of(run)[1:] for part in PARTS) < 6
     fault("14a", "MLflow server killed in mid-run", "said at once; the run goes on", steps=1)
 
     assert "rollout_0.log" in output and "--resume broken" in output
