@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ pytest.register_assert_rewrite(*(f"tests.engine.{name}" for name in ("mtp_head",
 ROOT = Path(__file__).parents[2]
 AUX_LAYERS = (2, 4, 5)
 DRAFT_VOCABULARY = 128
+FIELDS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask", "response_mask", "positions", "document_ids")
+STEPS, PARTS = 60, 4
+"""Steps in which a drafter learns the tiny target, and into how many its text is parted for them."""
 SERVING = ServingSpec("eagle3", AUX_LAYERS)
 
 
@@ -150,8 +154,7 @@ def features_of(
 
 
 def joined(batches: list[DraftBatch]) -> DraftBatch:
-    fields = ("token_ids", "aux_hidden", "final_hidden", "feature_mask", "response_mask", "positions", "document_ids")
-    return DraftBatch(**{f: torch.cat([getattr(b, f) for b in batches]) for f in fields}, policy_version=0)
+    return DraftBatch(**{f: torch.cat([getattr(b, f) for b in batches]) for f in FIELDS}, policy_version=0)
 
 
 @pytest.fixture(scope="session")
@@ -197,6 +200,12 @@ def eagle3(**settings: int) -> Eagle3Config:
     return Eagle3Config.model_validate({"type": "eagle3", **defaults, **settings})
 
 
+def part_of(data: DraftBatch, turn: int) -> DraftBatch:
+    """Every PARTS-th rollout."""
+    chosen = data.document_ids % PARTS == turn
+    return replace(data, **{name: getattr(data, name)[chosen] for name in FIELDS})
+
+
 def distilled(
     data: DraftBatch,
     target: TargetWeights,
@@ -210,8 +219,10 @@ def distilled(
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     objective = ObjectiveConfig(type="soft_cross_entropy")
-    for _ in range(60):
-        loss, _ = drafter_loss(drafter, data, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
+    parts = [part_of(data, turn) for turn in range(PARTS)]
+    for step in range(STEPS):
+        part = parts[step % PARTS]
+        loss, _ = drafter_loss(drafter, part, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
