@@ -23,7 +23,7 @@ from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 K, MAX_BATCH = 3, 16
-MEASURE_SECONDS = 5.0
+MEASURE_SECONDS = 8.0
 NUM_BATCH_SIZES = 3  # 16, 4 and 1
 
 

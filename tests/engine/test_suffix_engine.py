@@ -34,7 +34,7 @@ def historian(
     request: Any, rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
     """An engine that drafts from what it has generated."""
-    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param], "measure_seconds": 4.0})
+    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param], "measure_seconds": 6.0})
     changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation}
     config = rollout_config.model_copy(update=changes)
     vllm = config.vllm | {"worker_extension_cls": PLANTING, "max_num_seqs": 32}
