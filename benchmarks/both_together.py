@@ -2,7 +2,7 @@
 
     python -m benchmarks.both_together FOLDER...
 
-The folders hold a bench.json each, of rounds over the same prompts (docs/guide/history.md has the command); the last arm is that of both.
+The folders hold a bench.json each, of rounds over the same prompts (docs/measurements/history.md has the command); the last arm is that of both.
 Prints a Markdown table: decoding speed over no speculation in the same batch, geometric mean over batches and its standard error, of
 each arm, and of both over the better one alone. A second table has what a step drafts and how long it takes, by requests at once and epoch.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.draft_length [--seeds 40] [--shape CPU]
 
-Step times and acceptance are those that docs/internals/speculation.md measured with SmolLM2 on two CPU cores (or `--shape GPU`, memory
+Step times and acceptance are those that docs/measurements/draft_length.md measured with SmolLM2 on two CPU cores (or `--shape GPU`, memory
 bound), with noise on each step, late steps, and spells in which other programs slow the machine down. Each cell decodes
 600 steps after the step times were measured, with 32 requests at most; the columns are the best fixed draft length, 0
 included, chosen by hindsight, and the rule of cotrain/rollout/speculation. Means over seeds and their standard errors;

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cotrain.rollout.speculation.controller import Plan
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from cotrain.rollout.vllm.history import HistoryDrafting
 from drafters.suffix.index import SuffixIndex
@@ -62,8 +63,7 @@ def milliseconds(batch: int, pays: bool) -> float:
         sampled = runner.input_batch.token_ids_cpu[:, length - 1 : length].tolist()
         output = SimpleNamespace(
             num_spec_tokens_to_schedule=K,
-            cotrain_measured="",
-            cotrain_prices=([1.0, 1.2, 1.4], [1.0, 1.2, 1.4], 0.0),
+            cotrain_plan=Plan("", {"history": [1.0, 1.2, 1.4]}, False),
             scheduled_spec_decode_tokens={},
         )
         started = time.perf_counter()

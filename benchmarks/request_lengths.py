@@ -5,8 +5,8 @@
 Requests whose matches are of classes with an acceptance of their own, on the two machines that tests/cotrain/rollout draws
 from: two CPU cores and a memory-bound GPU. A step takes what its verified tokens take, as with drafts that are looked up. All
 acceptances and step times are known, so that the table is exact: tokens a second against no speculation, by the best length of
-the batch; by class, with time at the price of what it yields without speculation (the rule of cotrain/rollout/speculation) or of
-what it yields with it (Dinkelbach 1967); and by the best of all lengths of the classes.
+the batch; by class, with time at the price of what it yields without speculation (the rule of cotrain/rollout) or of what it yields
+with it (Dinkelbach 1967), or without drafts if that is faster; and by the best of all lengths of the classes.
 
 The second table asks what expected response lengths would add: a batch of 32 requests of log-normal lengths (median 100, at most
 800 tokens) drains, and those that are expected to run longer draft more. A step less of a request saves what a step of as many
@@ -59,7 +59,7 @@ def main() -> None:
 def speeds(shape: Shape, classes: Classes, batch: int) -> list[float]:
     """Decoding speeds of the four rules, in the order of the table."""
     same = max(speed(shape, classes, batch, [k] * len(classes)) for k in range(K + 1))
-    plain = speed(shape, classes, batch, by_price(shape, classes, batch, 1.0))
+    plain = max(1.0, speed(shape, classes, batch, by_price(shape, classes, batch, 1.0)))
     rate = 1.0
     for _ in range(10):  # reports
         rate = max(1.0, speed(shape, classes, batch, by_price(shape, classes, batch, rate)))
@@ -73,7 +73,7 @@ def by_price(shape: Shape, classes: Classes, batch: int, rate: float) -> list[in
     prices = [rate * shape.seconds(k, k, batch) / without for k in range(K + 1)]
     lengths = []
     for _, rates in classes:
-        lengths.append(ServedAcceptance(K, np.cumprod(rates).tolist()).best(prices, K)[0])
+        lengths.append(ServedAcceptance(K, np.cumprod(rates).tolist()).best(prices, K).length)
     return lengths
 
 

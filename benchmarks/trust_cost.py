@@ -1,12 +1,11 @@
-"""What gate, lossless monitor and speculation trials cost a run: shares of its step time, from its metrics.
+"""What gate and lossless monitor cost a run: shares of its step time, from its metrics.
 
     cotrain train CONFIG name=NAME
     python benchmarks/trust_cost.py runs/NAME [--skip 1]
 
 gate: CPU seconds in which the drafter trainer scores both drafters, over those of all cores: the policy learns beside it,
 and the run loses what it is kept from. (On a GPU of its own the trainer costs nothing.) "gate, waiting": the seconds it
-takes, which would be lost if nothing ran beside it. monitor: seconds of its checks. trials: seconds of engine steps with another draft length than the chosen one; what they
-cost is less, since they generate too. Prints a Markdown table.
+takes, which would be lost if nothing ran beside it. monitor: seconds of its checks. Prints a Markdown table.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-COLUMNS = ("gate", "monitor", "trials", "together", "gate, waiting")
+COLUMNS = ("gate", "monitor", "together", "gate, waiting")
 
 
 def main() -> int:
@@ -36,9 +35,6 @@ def table_row(name: str, rows: list[dict[str, float]], cores: int) -> str:
     spent = {
         "gate": sum(row.get("drafter/score_cpu_s") or 0.0 for row in rows) / cores,
         "monitor": sum(row.get("time/lossless_s") or 0.0 for row in rows),
-        "trials": sum(
-            (row.get("rollout/speculation_trial_share") or 0.0) * row.get("time/generate_s", 0.0) for row in rows
-        ),
     }
     spent["together"] = sum(spent.values())
     spent["gate, waiting"] = sum(row.get("drafter/score_s") or 0.0 for row in rows)

@@ -169,8 +169,6 @@ class GainReport:
     seconds_without: float = 0.0
     """What the generated tokens would have taken without speculation, by the measured times of engine steps. Steps without draft
     tokens count with their own time, and no step for more than its time for each token of a request."""
-    trial_seconds: float = 0.0
-    """Part of `seconds` that went into trials of other draft lengths than the chosen one."""
     longest_draft: int = 0
     """Most draft tokens that a step asked for and a later step could verify; 0 if no step could verify any."""
     seconds_at: list[list[float]] = field(default_factory=list)
@@ -183,15 +181,12 @@ class GainReport:
 
     @property
     def speedup_vs_no_speculation(self) -> float:
-        """Decoding speed against no speculation, trials included; 1.0 without any steps."""
+        """Decoding speed against no speculation; 1.0 without any steps."""
         return self.seconds_without / self.seconds if self.seconds else 1.0
 
     def metrics(self) -> dict[str, float]:
         """Return rollout/... metrics."""
-        values = {"rollout/speedup_vs_no_speculation": self.speedup_vs_no_speculation}
-        if self.seconds:
-            values["rollout/speculation_trial_share"] = self.trial_seconds / self.seconds
-        return values
+        return {"rollout/speedup_vs_no_speculation": self.speedup_vs_no_speculation}
 
 
 class StepTotal(NamedTuple):

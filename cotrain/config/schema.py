@@ -109,9 +109,8 @@ class SpeculationConfig(Section):
     proposers: tuple[Annotated[DrafterProposer | SuffixProposer, Field(discriminator="type")], ...] = ()
     """Proposers of draft tokens, chosen for each request and step by measured acceptance. Default: the drafter alone."""
     adaptive: bool = True
-    """Choose the draft length, 0 included, for each batch size while running. False always drafts num_speculative_tokens."""
-    per_request: bool = True
-    """With an index of rollouts, also choose each request's draft length, by the acceptance of earlier matches like its own."""
+    """Choose the draft length, 0 included, while running: for each batch size, or for each request where an index of rollouts
+    proposes. False always drafts num_speculative_tokens."""
     measure_seconds: PositiveFloat = 60.0
     """Time limit for measuring step times at the start: after so many seconds no further batch of requests is measured, or after
     twice as many if the times contradict each other."""

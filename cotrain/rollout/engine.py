@@ -29,7 +29,7 @@ from cotrain.records import (
     Window,
 )
 from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
-from cotrain.rollout.speculation.measurement import MEASURE_TRIES, measured_sizes, next_size, room_for
+from cotrain.rollout.speculation.measurement import MEASURE_ROUNDS, MEASURE_TRIES, measured_sizes, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
@@ -98,31 +98,27 @@ class RolloutEngine:
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
         await self._reads_prompts(True)
-        kinds = ["all"]
-        if rollout.history is not None:
-            kinds += ["verification", "one"] if self.spec.drafter_folder is not None else ["one"]
+        proposers = ["drafter"] if self.spec.drafter_folder is not None else []
+        proposers += ["history"] if rollout.history is not None else []
         tables: list[list[list[float]]] = []
-        for kind in kinds:
-            await self._speculation("begin_measuring", kind)
+        for proposer in proposers:
+            await self._speculation("begin_measuring", proposer)
             for _ in range(MEASURE_TRIES):
-                await self._time_batches(timed, sampling, rollout.speculation.measure_seconds / len(kinds))
+                await self._time_batches(timed, sampling, rollout.speculation.measure_seconds / len(proposers))
                 if not await self._speculation("contradicts"):
                     break
             tables.append(await self._speculation("end_measuring"))
-        if rollout.history is not None:
-            await self._speculation("choose_per_request", rollout.speculation.per_request)
         await self.set_num_speculative_tokens(None)
         return tables[0]
 
     async def _time_batches(self, prompts: list[list[int]], sampling: dict[str, Any], seconds: float) -> None:
         deadline = time.perf_counter() + seconds
-        rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(self.spec.rollout.max_num_seqs)}
-        while (size := next_size(rounds, deadline - time.perf_counter())) is not None:
-            started = time.perf_counter()
+        for size in MEASURE_ROUNDS * measured_sizes(self.spec.rollout.max_num_seqs):
+            if time.perf_counter() > deadline:
+                break
             names = [f"timing{i}" for i in range(size)]
             batch = {name: RolloutRequest(name, 0, prompts[i % len(prompts)], None) for i, name in enumerate(names)}
             await self._run(batch, sampling)
-            rounds[size].append(time.perf_counter() - started)
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Set the draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.

@@ -68,7 +68,7 @@ def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> Non
 
 def test_a_run_records_its_engine_steps_and_what_its_drafts_were_accepted_at(start: Any) -> None:
     controller = start(World(GOOD))
-    controller.roles.engines.gains = [GainReport(3.0, 3.6, 0.06, 2), GainReport(1.0, 1.1), None]
+    controller.roles.engines.gains = [GainReport(3.0, 3.6, 2), GainReport(1.0, 1.1), None]
     rows = go(controller, 2)
     recorded = read_rows(controller.run_dir.steps)
     assert [row["step"] for row in recorded] == [1, 2]

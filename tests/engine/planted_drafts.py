@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.rollout.speculation.served_acceptance import Choice
 from cotrain.rollout.vllm.worker_extension import CotrainWorker
 from drafters.suffix.index import Draft
 
@@ -16,7 +17,7 @@ LENGTHS = "lengths"
 """No fault: the requests of a step draft 0 to k tokens in turn, of the index and of the drafter if there is one."""
 
 PRICES = "prices"
-"""No fault: the scheduler's prices count as those of a machine on which each draft token costs a third of a step."""
+"""No fault: the scheduler's step ratios count as those of a machine on which each draft token costs a third of a step."""
 
 
 OF_ANOTHER_REQUEST = "drafters_law_of_another_request"
@@ -37,7 +38,8 @@ class PlantingWorker(CotrainWorker):
         if fault == PRICES:
             self.model_runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
         elif fault in (LENGTHS, OF_ANOTHER_REQUEST):
-            history._choose = functools.partial(_in_turn, history._is_alone, itertools.count())
+            most = self.model_runner.num_spec_tokens
+            history._choose = functools.partial(_in_turn, history._is_alone, most, itertools.count())
             if fault == OF_ANOTHER_REQUEST:
                 history._hand_over_laws = functools.partial(_rolled, self.model_runner, history._hand_over_laws)
         elif fault is not None:
@@ -46,15 +48,18 @@ class PlantingWorker(CotrainWorker):
 
 
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
-    if scheduler_output.cotrain_prices is not None:
-        prices = [1 + k / 3 for k in range(len(scheduler_output.cotrain_prices[0]))]
-        scheduler_output.cotrain_prices = prices, prices, 0.0
+    plan = scheduler_output.cotrain_plan
+    if plan.ratios is not None:
+        ratios = {proposer: [1 + k / 3 for k in range(len(of_it))] for proposer, of_it in plan.ratios.items()}
+        scheduler_output.cotrain_plan = plan._replace(ratios=ratios)
     return propose(scheduler_output, *rest)
 
 
-def _in_turn(is_alone: bool, numbers: Iterator[int], draft: Draft | None, k: int, *_: Any) -> tuple[Draft | None, int]:
-    turn, length = divmod(next(numbers), k + 1)
-    return draft if is_alone or turn % 2 else None, length
+def _in_turn(
+    is_alone: bool, most: int, numbers: Iterator[int], draft: Draft | None, *_: Any
+) -> tuple[Draft | None, Choice]:
+    turn, length = divmod(next(numbers), most + 1)
+    return draft if is_alone or turn % 2 else None, Choice(length, 1.0, 0.0)
 
 
 def _rolled(runner: Any, hand_over: Callable[..., None], *args: Any) -> None:

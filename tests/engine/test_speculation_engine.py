@@ -262,7 +262,7 @@ def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, list[list[float
     assert gain is not None
     assert 0.2 < gain.speedup_vs_no_speculation < 5.0 and sum(step.num_steps for step in decoding) >= 48 / (K + 1) - 1
     assert 0 < gain.seconds < 1.5 * batch.seconds
-    assert 0 <= gain.longest_draft <= K and 0 <= gain.trial_seconds <= gain.seconds
+    assert 0 <= gain.longest_draft <= K
     assert batch.speculation is not None
     assert (gain.longest_draft > 0) == (batch.speculation.num_drafts > 0)
 

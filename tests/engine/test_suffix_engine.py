@@ -206,8 +206,8 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
     requests = make_requests(8, seed=41)
     engine = historian.engine
     assert historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
-    of_history, of_drafter, _ = historian.run(engine._speculation("prices", 1))
-    assert of_history[3] < of_drafter[3], "three passes of the drafter are left out"
+    _, ratios, _ = historian.run(engine._speculation("plan", 1))
+    assert ratios["history"][3] < ratios["drafter"][3], "three passes of the drafter are left out"
     for _ in range(2):
         historian.greedy(requests, tap=False)
 

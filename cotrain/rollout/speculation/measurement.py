@@ -16,13 +16,49 @@ MEASURE_STEPS = 5
 MEASURE_ROUNDS = 8
 """Most batches of requests that are measured for each batch size, if the time suffices."""
 
-
 MEASURE_TRIES = 2
 """How many times the steps are measured at most, as long as they contradict each other."""
+
+LIVE_STEPS = 12
+"""Timed steps of each draft length that a batch size needs before a choice rests on them, where live requests are timed: three
+turns of MEASURE_STEPS, with 4 timed steps each."""
 
 NOISE_ERRORS = 4.0
 """Standard errors by which steps with more draft tokens may be the faster ones before that is a contradiction: about three of a
 quartile, whose noise is larger than that of the mean log seconds."""
+
+
+class Measurement:
+    """Seconds of the engine steps of one proposer, while all draft lengths take turns."""
+
+    def __init__(self, proposer: str, max_speculative_tokens: int, max_batch: int, live: bool):
+        """live: time batches of any size, until `is_complete`, instead of only those of `measured_sizes`."""
+        self.proposer, self.live, self._num_steps = proposer, live, 0
+        self._longest, self._sizes = max_speculative_tokens, measured_sizes(max_batch)
+        self._seconds: dict[tuple[int, int], list[float]] = {}
+
+    @property
+    def length(self) -> int:
+        """Draft length of the next step."""
+        return self._longest - self._num_steps // MEASURE_STEPS % (self._longest + 1)
+
+    def observe(self, num_speculative_tokens: int, batch: int, steady: bool, seconds: float) -> None:
+        """Count a step without prompts. Its time is that of a draft length only if it is steady, see controller.Step."""
+        self._num_steps += 1
+        if steady and (self.live or batch in self._sizes):
+            self._seconds.setdefault((num_speculative_tokens, batch), []).append(seconds)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether LIVE_STEPS steps of each draft length were timed at some batch size, or twice as many if steps contradict
+        each other."""
+        lengths, known = range(self._longest + 1), self._seconds
+        fewest = max((min(len(known.get((k, b), ())) for k in lengths) for k0, b in known if not k0), default=0)
+        return fewest >= MEASURE_TRIES * LIVE_STEPS or (fewest >= LIVE_STEPS and not contradicts(known))
+
+    def seconds(self) -> dict[tuple[int, int], list[float]]:
+        """Return the seconds of steps by (draft length, batch size); of live requests, those of which there are enough."""
+        return {cell: times for cell, times in self._seconds.items() if not self.live or len(times) >= LIVE_STEPS}
 
 
 def contradicts(measured: Mapping[tuple[int, int], Sequence[float]]) -> bool:
@@ -40,20 +76,6 @@ def measured_sizes(max_batch: int) -> list[int]:
     """Return max_batch, ..., 16, 4, 1. Speculation gains least in large batches, so if time runs out before the small ones are
     measured, the errors are on the safe side."""
     return [max_batch] + [4**i for i in reversed(range(max_batch.bit_length())) if 4**i < max_batch]
-
-
-def measured_length(num_steps: int, max_speculative_tokens: int) -> int:
-    """Return the draft length of the step that follows `num_steps` measured ones."""
-    return max_speculative_tokens - num_steps // MEASURE_STEPS % (max_speculative_tokens + 1)
-
-
-def next_size(rounds: Mapping[int, list[float]], seconds_left: float) -> int | None:
-    """Return the batch size to measure next: the one that took the least time so far. None when nothing or no time is left.
-
-    rounds: for each of measured_sizes, the seconds that each of its batches took.
-    """
-    left = [size for size, seconds in rounds.items() if len(seconds) < MEASURE_ROUNDS]
-    return min(left, key=lambda size: sum(rounds[size])) if left and seconds_left > 0 else None
 
 
 def room_for(max_speculative_tokens: int) -> int:

@@ -5,11 +5,11 @@ seen at one draft length predicts the others: a step of length k yields L_k = 1 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from cotrain.rollout.speculation.step_costs import Array
 
 MEMORY = 100.0
 """Drafts after which an observation counts half, so that a drafter that collapses is switched off after about a hundred. Each
@@ -26,6 +26,16 @@ EXPECTED_DRAFTS = 100.0
 """Number of drafts that the trainer's expectation of a new drafter counts for."""
 
 
+class Choice(NamedTuple):
+    """A draft length for one request."""
+
+    length: int
+    tokens: float
+    """Expected tokens of a step."""
+    worth: float
+    """These tokens above what the time of the step would yield without speculation."""
+
+
 class ServedAcceptance:
     """Acceptance counts by draft position, with forgetting."""
 
@@ -35,11 +45,6 @@ class ServedAcceptance:
         known = len(expected_rates)
         self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
         self._accepted[:known] = EXPECTED_DRAFTS * np.array(expected_rates)
-
-    @property
-    def is_untried(self) -> bool:
-        """Whether nothing has been observed and nothing is expected."""
-        return not self._trials.any()
 
     def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
         """Count one engine step: (draft tokens, accepted ones) of each request with drafts."""
@@ -60,17 +65,14 @@ class ServedAcceptance:
             weight = DEEPER_DRAFTS
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
 
-    def best(self, prices: Sequence[float] | None, longest: int, first: float = 0.0) -> tuple[int, float]:
-        """Return the draft length up to `longest` that is worth the most, and the tokens that its step yields above its price.
+    def best(self, ratios: Sequence[float] | None, longest: int) -> Choice:
+        """Return the draft length up to `longest` that is worth the most to a request of a batch.
 
-        prices [K+1]: tokens that the time of a step of each length would yield without speculation. Pricing the time by what it
+        ratios [K+1]: t_k / t_0, the tokens that the time of a step would yield without speculation. Pricing the time by what it
         yields with speculation is more exact, but gains no more (benchmarks/request_lengths.py). With None the length is
-        `longest`, and the tokens are not reduced by a price. first: the part of the prices of lengths above 0 that the batch
-        pays once, and that this request therefore does not pay.
+        `longest`, and the worth is its tokens.
         """
         tokens = self.tokens_per_step()[: longest + 1]
-        if prices is None:
-            return longest, float(tokens[longest])
-        worth = tokens - np.array(prices[: longest + 1])
-        worth[1:] += first
-        return int(worth.argmax()), float(worth.max())
+        worth = tokens - (0.0 if ratios is None else np.array(ratios[: longest + 1]))
+        best = longest if ratios is None else int(worth.argmax())
+        return Choice(best, float(tokens[best]), float(worth[best]))

@@ -13,18 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
+from cotrain.rollout.speculation.controller import Plan
+from cotrain.rollout.speculation.served_acceptance import Choice, ServedAcceptance
+from cotrain.rollout.speculation.step_costs import ratio_at
 from drafters.suffix.index import Draft, SuffixIndex, key_of
 
 MATCHES = (2, 4, 8, 16)
 """Bounds of the match lengths whose acceptance is counted separately: up to 1 token, 2 or 3, and so on."""
 
-EXPLORED = 1 / 32
-"""Mean number of requests per step that take the worse proposer, so that both stay known; in a step either all do or none. All do
-so too when a class of matches comes up for the first time. Where steps have prices, such a draft has one token."""
-
-IDLE_STEPS, LOOK_UP_EVERY = 16, 4
-"""After IDLE_STEPS steps without a draft that pays, one step in LOOK_UP_EVERY looks for drafts, until one pays again."""
+NOTHING = Choice(0, 1.0, 0.0)
 
 
 class Asked(NamedTuple):
@@ -57,9 +54,9 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
         """is_alone: without a drafter, where vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; may change."""
         self.index = index
-        self._measured = ""
+        self._plan = Plan("", None, False)
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
-        self._take, self._has_passes = model_runner.take_draft_token_ids, True
+        self._take, self._has_passes = model_runner.take_draft_token_ids, not is_alone
         self._is_alone, self.draws = is_alone, draws
         longest = model_runner.num_spec_tokens
         self._of_drafter = ServedAcceptance(longest)
@@ -67,9 +64,7 @@ class HistoryDrafting:
         self._asked: dict[str, Asked] = {}
         self._keys: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
-        self._rng = np.random.default_rng(1)
-        self._best: list[tuple[int, float]] = []
-        self._num_idle = 0  # steps in which no draft has paid, since one did
+        self._num_probes = 0
         model_runner.propose_draft_token_ids = self._hooked
         model_runner.take_draft_token_ids = self._take_draft_token_ids
 
@@ -90,7 +85,7 @@ class HistoryDrafting:
 
     def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
         runner, k = self._runner, scheduler_output.num_spec_tokens_to_schedule
-        self._measured = scheduler_output.cotrain_measured
+        self._plan = scheduler_output.cotrain_plan
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
         self._learn(scheduler_output, dict(zip(request_ids, texts, strict=True)))
@@ -98,7 +93,7 @@ class HistoryDrafting:
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
-        taken, lengths = self._propose_from_history(request_ids, texts, greedy, k, scheduler_output.cotrain_prices)
+        taken, lengths = self._propose_from_history(request_ids, texts, greedy, k)
         asking = [length for draft, length in zip(taken, lengths, strict=True) if draft is None]
         of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, max(asking, default=0))
         for request, text, draft, length in zip(request_ids, texts, taken, lengths, strict=True):
@@ -117,41 +112,38 @@ class HistoryDrafting:
         return rows
 
     def _propose_from_history(
-        self, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int, prices: Any
+        self, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int
     ) -> tuple[list[Draft | None], list[int]]:
         """Return each request's draft from history, or None where the drafter proposes, and how many tokens it drafts.
 
-        While steps are timed (SpeculationController.begin_measuring), requests draft the full length. For "all", the drafter
-        proposes, if there is one. Otherwise fillers stand for drafts from history: for "one" of a single request, else of all.
+        While steps are measured, requests draft the full length. For "history", fillers stand for its drafts.
         """
-        if self._measured:
-            num_requests = 1 if self._measured == "one" else len(texts)
-            fills = k and (self._is_alone or self._measured != "all")
-            lengths = [k if i < num_requests else 0 for i in range(len(texts))]
-            return [filler(text, n) if fills and n else None for text, n in zip(texts, lengths, strict=True)], lengths
-        explores = self._rng.random() * len(texts) < EXPLORED
-        self._num_idle += 1
-        rests = self._num_idle > IDLE_STEPS and self._num_idle % LOOK_UP_EVERY
-        if prices is not None and rests and not explores:
+        ratios, probes = self._plan.ratios, self._plan.probes
+        if self._plan.measures:
+            fills = self._plan.measures == "history" and k > 0
+            return [filler(text, k) if fills else None for text in texts], [k] * len(texts)
+        self._num_probes += probes
+        # One batch, so all requests have the same ratios, and a draft from history is judged by the length of its match alone.
+        for_history, for_drafter = (None, None) if ratios is None else (ratios["history"], ratios.get("drafter"))
+        of_match = [kind.best(for_history, k) for kind in self._of_match]
+        of_drafter = NOTHING if self._is_alone else self._of_drafter.best(for_drafter, k)
+        if not probes and not any(choice.length for choice in (*of_match, of_drafter)):  # a look-up takes time too
             return [None] * len(texts), [0] * len(texts)
-        # The best length of each class of matches, then of the drafter. One batch, so all requests have the same prices.
-        verified, with_passes, first = prices or (None, None, 0.0)
-        self._best = [kind.best(verified, k, first) for kind in self._of_match]
-        self._best.append(self._of_drafter.best(with_passes, k, first))
         drafts = [
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        classes = {match_class(draft.match) for draft in drafts if draft is not None}
-        explores = explores or any(self._of_match[c].is_untried for c in classes)
-        explored = 0 if not explores else k if prices is None else min(k, 1)
-        choices = [self._choose(draft, k, explored, not self._is_alone) for draft in drafts]
-        if prices is not None and not explored:
-            alone = [self._choose(draft, k, 0, False) for draft in drafts]
-            none: list[tuple[Draft | None, int]] = [(None, 0) for _ in drafts]
-            choices = max(none, alone, choices, key=lambda plan: self._gain(plan, prices))
-            self._num_idle = self._num_idle if choices is none else 0
-        return [draft for draft, _ in choices], [length for _, length in choices]
+        best = [NOTHING if draft is None else of_match[match_class(draft.match)] for draft in drafts]
+        alone = list(zip(drafts, best, strict=True))
+        both = [self._choose(draft, choice, of_drafter) for draft, choice in alone]
+        if probes:
+            choices = [self._probe(draft, choice, of_drafter, k) for draft, choice in alone]
+        elif ratios is None:
+            choices = both
+        else:
+            none: list[tuple[Draft | None, Choice]] = [(None, NOTHING)] * len(texts)
+            choices = max(none, alone, both, key=lambda plan: self._speed(plan, ratios))
+        return [draft for draft, _ in choices], [choice.length for _, choice in choices]
 
     def _texts(self, sampled: Any, num_requests: int) -> list[Text]:
         """Return every request's text with what this step has emitted.
@@ -179,7 +171,7 @@ class HistoryDrafting:
         verified = scheduler_output.scheduled_spec_decode_tokens
         for request, text in texts.items():
             asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
-            if asked is None or not (drafted and text.num_new) or self._measured:
+            if asked is None or not (drafted and text.num_new) or self._plan.measures:
                 continue  # vLLM drops drafts of requests that it computes again
             accepted = min(text.num_new - 1, drafted)
             name = "drafter" if asked.match is None else "history"
@@ -196,31 +188,27 @@ class HistoryDrafting:
         draft = self.index.draft(key, text.tokens, text.prompt_length, k, draws)
         return draft if len(draft.tokens) else None
 
-    def _choose(self, draft: Draft | None, k: int, explored: int, has_drafter: bool) -> tuple[Draft | None, int]:
-        """Return (the draft, or None for the drafter; number of tokens to draft), judging by the length of the match alone.
+    def _choose(self, draft: Draft | None, of_match: Choice, of_drafter: Choice) -> tuple[Draft | None, Choice]:
+        """Return (the draft, or None for the drafter; how much to draft): whichever is worth more."""
+        takes = draft is not None and (self._is_alone or of_match.worth > of_drafter.worth)
+        return (draft, of_match) if takes else (None, of_drafter)
 
-        explored: number of tokens to draft from the worse proposer, or from an untried match; 0 takes the better one.
+    def _probe(self, draft: Draft | None, of_match: Choice, of_drafter: Choice, k: int) -> tuple[Draft | None, Choice]:
+        """Draft a token more than is worth the most, with the proposers in turn."""
+        takes = draft is not None and (self._is_alone or self._num_probes % 2 == 1)
+        choice = of_match if takes else of_drafter
+        return draft if takes else None, choice._replace(length=min(choice.length + 1, k))
+
+    def _speed(self, choices: list[tuple[Draft | None, Choice]], ratios: dict[str, list[float]]) -> float:
+        """Return the expected decoding speed of a step relative to no speculation.
+
+        The requests that do not use the drafter wait for its passes all the same.
         """
-        of_drafter = self._best[-1] if has_drafter else (0, 0.0)
-        if draft is None or not k:
-            return None, of_drafter[0]
-        of_match = self._best[match_class(draft.match)]
-        is_untried = self._of_match[match_class(draft.match)].is_untried
-        takes = not has_drafter or is_untried or (of_match[1] > of_drafter[1]) != bool(explored)
-        return draft if takes else None, explored or (of_match if takes else of_drafter)[0]
-
-    def _gain(self, choices: list[tuple[Draft | None, int]], prices: tuple[list[float], list[float], float]) -> float:
-        """Return the tokens of a step above what its time would yield without speculation.
-
-        A request gains what its draft is worth above its own price. The requests that do not use the drafter wait for its
-        passes all the same, and all requests of the batch wait for the first draft. prices: see SpeculationController.prices.
-        """
-        of_drafter, (verified, with_passes, first) = self._best[-1], prices
-        drafting = [of_drafter if draft is None else self._best[match_class(draft.match)] for draft, n in choices if n]
-        asking = sum(draft is None and length > 0 for draft, length in choices)
-        passes = with_passes[of_drafter[0]] - verified[of_drafter[0]]
-        waiting = passes * (len(choices) - asking) if asking else 0.0
-        return sum(worth for _, worth in drafting) - waiting - (first * len(choices) if drafting else 0.0)
+        of_history, longest = ratios["history"], max((c.length for draft, c in choices if draft is None), default=0)
+        passes = ratios.get("drafter", of_history)[longest] - of_history[longest]
+        length = sum(choice.length for _, choice in choices) / len(choices)
+        tokens = sum(choice.tokens for _, choice in choices) / len(choices)
+        return tokens / (ratio_at(of_history, length) + max(0.0, passes))
 
     def _take_draft_token_ids(self) -> Any:
         taken = self._take()

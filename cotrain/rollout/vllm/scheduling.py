@@ -42,10 +42,8 @@ class WatchedScheduler:
 
     def cotrain_start(self) -> None:
         scheduler: Any = self
-        speculation = scheduler.vllm_config.speculative_config
-        looks_up = speculation is not None and speculation.method == "ngram"
         max_batch = scheduler.scheduler_config.max_num_seqs
-        self.controller = SpeculationController(scheduler.num_spec_tokens, max_batch, looks_up)
+        self.controller = SpeculationController(scheduler.num_spec_tokens, max_batch)
 
     def cotrain_choose_lengths(self) -> None:
         self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
@@ -73,9 +71,8 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
         super().cotrain_start()
 
     def cotrain_stamp(self, output: Any) -> None:
-        # HistoryDrafting reads them in the worker, which knows each request's match.
-        output.cotrain_measured = self.controller.measured_kind
-        output.cotrain_prices = self.controller.prices(max(1, len(output.num_scheduled_tokens)))
+        # HistoryDrafting reads it in the worker, which knows each request's match.
+        output.cotrain_plan = self.controller.plan(max(1, len(output.num_scheduled_tokens)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         if not getattr(draft_token_ids, "cotrain_passes", True):  # see HistoryDrafting

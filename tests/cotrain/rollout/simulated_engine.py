@@ -10,34 +10,30 @@ from typing import Any
 import numpy as np
 
 from cotrain.rollout.speculation.controller import Step
-from cotrain.rollout.speculation.measurement import MEASURE_TRIES, measured_sizes, next_size, room_for
+from cotrain.rollout.speculation.measurement import MEASURE_ROUNDS, MEASURE_TRIES, measured_sizes, room_for
+from cotrain.rollout.speculation.step_costs import ratio_at
 
 K = 3
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Seconds of a step without speculation, and t_k / t_0 for k = 1 to 3, log-linear between these batch sizes."""
+    """Seconds of a step without speculation, and t_k / t_0 for k = 1 to 3, log-linear between these batch sizes. The batch pays
+    for its first draft as much as cotrain/rollout/speculation/step_costs.py says."""
 
     batches: tuple[int, ...]
     without: tuple[float, ...]
     ratios: tuple[tuple[float, ...], ...]
-
-    first_draft: float = 0.0
-    """What the first draft of a batch adds to t_k / t_0 - 1, up to what is there at length 1."""
 
     def seconds(self, verified: float, drafted: float, batch: int) -> float:
         """Verification and drafting cost the same, so that a step at a change of length lies in between."""
         where, at = np.log(batch), np.log(self.batches)
         without = np.exp(np.interp(where, at, np.log(self.without)))
         ratios = [1.0] + [float(np.interp(where, at, column)) for column in zip(*self.ratios, strict=True)]
-        tokens = (verified + drafted) / 2
-        if 0 < tokens < 1:
-            return float(without * (1 + self.first_draft + tokens * (ratios[1] - 1 - self.first_draft)))
-        return float(without * np.interp(tokens, range(K + 1), ratios))
+        return float(without * ratio_at(ratios, (verified + drafted) / 2))
 
 
-# SmolLM2-135M on two CPU cores: the ratios that the table of docs/internals/speculation.md has with GOOD and BAD
+# SmolLM2-135M on two CPU cores: the ratios that the table of docs/measurements/draft_length.md has with GOOD and BAD
 CPU = Shape(
     (1, 4, 16, 32),
     (0.0219, 0.0226, 0.0426, 0.080),
@@ -87,7 +83,7 @@ class Tally:
     """Time and tokens with all noise taken out, so that a short run shows what the choices are worth."""
 
     def __init__(self) -> None:
-        self.seconds = self.trial_seconds = self.without = 0.0
+        self.seconds = self.without = 0.0
         self.num_drafts = 0
         self.lengths: list[int] = []
 
@@ -106,27 +102,22 @@ class SimulatedEngine:
         """Whether a drafter runs, and not only the index beside it."""
         self.looks_up = 1.0
         """Below 1: share of the requests for which an index, whose drafts cost nothing, has one."""
-        self.of_one = False
-        """Whether the first request alone has drafts."""
         self.random = np.random.default_rng(seed)
         self.now, self.slow_down = 0.0, 1.0
         self._pending, self._slow, self._spell_ends = 0, False, 0.0
 
-    def measure(self, max_batch: int, seconds: float = 60.0, kind: str = "all") -> None:
-        """As RolloutEngine.time_draft_lengths does for one kind of steps."""
-        self.rule.begin_measuring(kind)
-        self.of_one = kind == "one"
+    def measure(self, max_batch: int, seconds: float = 60.0, proposer: str = "drafter") -> None:
+        """As RolloutEngine.time_draft_lengths does for one proposer."""
+        self.rule.begin_measuring(proposer)
         for _ in range(MEASURE_TRIES):
-            rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(max_batch)}
             deadline = self.now + seconds
-            while (size := next_size(rounds, deadline - self.now)) is not None:
-                started = self.now
+            for size in MEASURE_ROUNDS * measured_sizes(max_batch):
+                if self.now > deadline:
+                    break
                 self.drain([room_for(K)] * size)
-                rounds[size].append(self.now - started)
             if not self.rule.contradicts():
                 break
         self.rule.end_measuring()
-        self.of_one = False
 
     def run(self, batch: int, steps: int) -> Tally:
         """Decode with a constant batch, one engine step after the other."""
@@ -154,8 +145,8 @@ class SimulatedEngine:
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(1), verified)
         drafts = [(verified, int(a)) for a in accepted] if verified else []
         of_step = drafted
-        if self.looks_up < 1 or self.of_one:
-            has = np.arange(batch) < 1 if self.of_one else self.random.random(batch) < self.looks_up
+        if self.looks_up < 1:
+            has = self.random.random(batch) < self.looks_up
             accepted, drafts = accepted * has, [draft for draft, there in zip(drafts, has, strict=False) if there]
             of_step = verified = sum(number for number, _ in drafts) / batch
         self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum())))

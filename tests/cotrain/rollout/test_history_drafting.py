@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.vllm.history import IDLE_STEPS, LOOK_UP_EVERY, Asked, HistoryDrafting, Text, match_class
+from cotrain.rollout.speculation.controller import Plan
+from cotrain.rollout.speculation.served_acceptance import Choice, ServedAcceptance
+from cotrain.rollout.vllm.history import Asked, HistoryDrafting, Text, match_class
 from drafters.suffix.index import Draft, SuffixIndex
 
 K = 3
-PRICES = [1.0, 1.2, 1.3, 1.4], [1.0, 1.4, 1.6, 1.8], 0.0
+RATIOS = {"history": [1.0, 1.2, 1.3, 1.4], "drafter": [1.0, 1.4, 1.6, 1.8]}
+DRAFT = Draft(np.zeros(1, np.int32), np.zeros((1, 1)), np.ones((1, 1)), np.ones(1, np.int32), 0)
+NOTHING = None, Choice(0, 1.0, 0.0)
 
 
 @pytest.fixture
@@ -58,58 +61,58 @@ def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> Non
 
 
 def test_the_drafter_runs_for_a_few_requests_only_where_they_gain_what_all_pay(history: HistoryDrafting) -> None:
-    history._best = [(2, 0.3)]  # two tokens, 0.3 more than a step of 1.6 would yield without speculation
-    for asking, pays in ((5, True), (3, True), (2, False)):
-        choices = [(None, 2)] * asking + [(None, 0)] * (5 - asking)
-        assert (history._gain(choices, PRICES) > 0) == pays
+    """With two tokens for all requests a step takes 1.6 times as long, of which 0.3 are passes, whoever drafts."""
+    asking = None, Choice(2, 2.0, 0.4)
+    for number, pays in ((5, True), (3, True), (2, False)):
+        plan = [asking] * number + [NOTHING] * (5 - number)
+        assert (history._speed(plan, RATIOS) > 1) == pays
+    assert history._speed([asking] * 5, RATIOS) == pytest.approx(2.0 / 1.6)
 
 
 def test_the_first_draft_of_a_batch_has_to_be_paid_by_all_that_draft(history: HistoryDrafting) -> None:
-    prices = [1.0, 1.4, 1.6, 1.8], [1.0, 1.4, 1.6, 1.8], 0.2
-    for _ in range(100):
-        history._of_match[0].observe([(1, 1)])
-    length, worth = history._of_match[0].best(prices[0], 1, prices[2])
-    history._best = [(length, worth)] * 2
-    assert (length, worth) == (1, pytest.approx(2 - 1.2, abs=0.05)), "the first draft is no price of one request"
-    draft = Draft(np.zeros(1, np.int32), np.zeros((1, 1)), np.ones((1, 1)), np.ones(1, np.int32), 0)
+    """Drafts of one token for 16 requests take 1.4 times as long, and a first one at least 1.2 times."""
+    ratios = {"history": [1.0, 1.4, 1.6, 1.8]}
     for drafting, pays in ((1, False), (3, False), (5, True)):
-        choices = [(draft, length)] * drafting + [(None, 0)] * (16 - drafting)
-        assert (history._gain(choices, prices) > 0) == pays
-    assert history._gain([(None, 0)] * 16, prices) == 0
+        plan = [(DRAFT, Choice(1, 2.0, 0.6))] * drafting + [NOTHING] * (16 - drafting)
+        assert (history._speed(plan, ratios) > 1) == pays
+    assert history._speed([NOTHING] * 16, ratios) == 1
 
 
-def test_a_class_of_matches_is_tried_when_it_comes_for_the_first_time(history: HistoryDrafting) -> None:
+def test_proposers_are_probed_in_turn_with_a_token_more_than_is_worth_the_most(history: HistoryDrafting) -> None:
     history._is_alone = False
-    text = Text(np.arange(1, 9, dtype=np.int32), 4, 1)
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
-    good, bad = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
-    history._of_match = [ServedAcceptance(3, bad) for _ in history._of_match]
-    history._of_drafter = ServedAcceptance(3, good)
-    assert history._propose_from_history(["a"], [text], [True], 3, None)[0] == [None], "the drafter is better"
-    history._of_match = [ServedAcceptance(3) for _ in history._of_match]
-    for of_drafter in (good, bad):
-        history._of_drafter = ServedAcceptance(3, of_drafter)
-        assert history._propose_from_history(["a"], [text], [True], 3, None)[0] != [None], (
-            "better or worse than the drafter"
-        )
+    text, other = Text(np.arange(1, 9, dtype=np.int32), 4, 1), Text(np.array([1, 2, 20], np.int32), 2, 1)
+    history._of_match = [ServedAcceptance(K, [0.0] * K) for _ in history._of_match]
+
+    def drafted(rates: list[float], probes: bool, ratios: Any = RATIOS) -> tuple[list[bool], list[int]]:
+        history._of_drafter = ServedAcceptance(K, rates)
+        history._plan = Plan("", ratios, probes)
+        taken, lengths = history._propose_from_history(["a", "b"], [text, other], [True] * 2, K)
+        return [draft is not None for draft in taken], lengths
+
+    for rates, length in (([0.0] * K, 0), ([0.9, 0.0, 0.0], 1)):
+        assert drafted(rates, False) == ([False, False], [length, length])
+        assert drafted(rates, True) == ([True, False], [1, length + 1])
+        assert drafted(rates, True) == ([False, False], [length + 1, length + 1])
+    assert drafted([0.9] * K, False, None) == ([False, False], [K, K]), "all have the same length"
+    assert drafted([0.9] * K, True, None) == ([True, False], [K, K])
 
 
-def test_where_no_draft_pays_the_index_is_asked_in_one_step_of_four_until_one_does(history: HistoryDrafting) -> None:
+def test_where_no_match_would_pay_the_index_is_asked_by_probes_alone(history: HistoryDrafting) -> None:
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
     text, asked, look_up = Text(np.array([1, 2, 3, 4, 5, 6], np.int32), 4, 1), [], history._draft
     history._draft = lambda *args: asked.append(1) or look_up(*args)
 
-    def lengths(rate: float, number: int) -> list[int]:
+    def lengths(rate: float, probes: bool, ratios: Any = RATIOS) -> tuple[list[int], int]:
         asked.clear()
+        history._plan = Plan("", ratios, probes)
         history._of_match = [ServedAcceptance(K, [rate] * K) for _ in history._of_match]
-        return [history._propose_from_history(["r"], [text], [True], K, PRICES)[1][0] for _ in range(number)]
+        return history._propose_from_history(["r"], [text], [True], K)[1], len(asked)
 
-    history._rng = SimpleNamespace(random=lambda: 1.0)  # no step explores
-    assert lengths(0.0, IDLE_STEPS) == [0] * IDLE_STEPS and len(asked) == IDLE_STEPS
-    assert lengths(0.0, 20) == [0] * 20 and len(asked) == 20 // LOOK_UP_EVERY
-    assert lengths(1.0, 20)[LOOK_UP_EVERY - 1 :] == [K] * (21 - LOOK_UP_EVERY), "drafts pay again"
-    history._rng = SimpleNamespace(random=lambda: 0.0)
-    assert lengths(0.0, 40) == [1] * 40, "what explores does not rest"
+    assert lengths(0.0, False) == ([0], 0)
+    assert lengths(0.0, True) == ([1], 1)
+    assert lengths(1.0, False) == ([K], 1)
+    assert lengths(0.0, False, None) == ([K], 1), "all have the same length"
 
 
 def test_matches_are_counted_by_length_in_powers_of_two() -> None:

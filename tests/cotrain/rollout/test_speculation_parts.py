@@ -1,87 +1,64 @@
-"""Step costs, acceptance, trials and measurement, each by itself, and the scheduler that connects them with vLLM."""
+"""Step costs, acceptance and measurement, each by itself, and the scheduler that connects them with vLLM."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy.optimize import isotonic_regression
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from cotrain.records import GainReport
-from cotrain.rollout.speculation.controller import LIVE_STEPS, SpeculationController, Step
+from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
-    MEASURE_ROUNDS,
+    LIVE_STEPS,
     MEASURE_STEPS,
+    Measurement,
     contradicts,
-    measured_length,
     measured_sizes,
-    next_size,
     room_for,
 )
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.speculation.step_costs import TRIAL_STEPS, TRIAL_WEIGHT, StepCosts, Trials, rising
+from cotrain.rollout.speculation.step_costs import FIRST_DRAFT_SHARE, ratio_at, step_ratios
 from cotrain.rollout.vllm.scheduling import DraftLengthScheduler
 from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
 
 
-def measured(shape: Shape) -> StepCosts:
-    return StepCosts(K, 32, {(k, b): [shape.seconds(k, k, b)] for k in range(K + 1) for b in (1, 4, 16, 32)})
-
-
-def true_ratio(k: int, batch: int) -> float:
-    return CPU.seconds(k, k, batch) / CPU.seconds(0, 0, batch)
-
-
 @pytest.mark.parametrize("shape", [CPU, GPU], ids=["CPU", "GPU"])
-def test_measured_times_are_kept_and_interpolated(shape: Shape) -> None:
-    costs = measured(shape)
+def test_ratios_are_those_of_the_measured_times_and_interpolated(shape: Shape) -> None:
+    measured = {(k, b): [shape.seconds(k, k, b)] for k in range(K + 1) for b in (1, 4, 16, 32)}
+    ratios = step_ratios(K, 32, measured)
     for batch in (1, 2, 4, 8, 16, 32):
-        for k in range(K + 1):
-            assert costs.seconds(k, batch) == pytest.approx(shape.seconds(k, k, batch), rel=0.05)
-            ratio = shape.seconds(k, k, batch) / shape.seconds(0, 0, batch)
-            assert costs.ratios()[k, batch - 1] == pytest.approx(ratio, rel=0.05)
-
-
-def test_the_closest_table_whose_columns_never_fall() -> None:
-    random = np.random.default_rng(0)
-    table, weights = random.normal(size=(6, 40)), random.uniform(0.1, 5, size=(6, 40))
-    for column, (given, weight) in enumerate(zip(table.T, weights.T, strict=True)):
-        expected = isotonic_regression(given, weights=weight).x
-        assert rising(table, weights)[:, column] == pytest.approx(expected)
-    assert rising(np.sort(table, axis=0)) == pytest.approx(np.sort(table, axis=0)), (
-        "nothing changes where nothing falls"
-    )
+        expected = [shape.seconds(k, k, batch) / shape.seconds(0, 0, batch) for k in range(K + 1)]
+        assert ratios[:, batch - 1] == pytest.approx(expected, rel=0.05)
 
 
 MILLISECONDS = {0: 236.0, 1: 227.0, 2: 194.0, 3: 224.0}
 """Steps of a loaded machine, by draft length: two drafts seem to make a step faster."""
 
 
-def test_no_draft_makes_a_step_faster_whatever_was_measured_or_corrected() -> None:
-    costs = StepCosts(K, 8, {(k, b): [seconds] for k, seconds in MILLISECONDS.items() for b in (1, 8)})
-    of_index = StepCosts(K, 8, {(k, b): [1.0 + k / 50] for k in range(K + 1) for b in (1, 8)})
-    random = np.random.default_rng(1)
-    for step in range(60):
-        for has_passes in (True, False):
-            ratios = costs.ratios(has_passes)
-            assert (np.diff(ratios, axis=0) >= -1e-12).all() and ratios[0] == pytest.approx(1.0)
-            lengths = [0, 0.3, 1, 1.5, 2, 2.9, 3]
-            seconds = [costs.seconds(length, 3, has_passes) for length in lengths]
-            assert seconds == sorted(seconds)
-        costs.correct(int(random.integers(K + 1)), int(random.integers(1, 9)), float(random.normal(0, 0.3)))
-        if step == 20:
-            costs.set_verification(of_index)
+def test_no_draft_makes_a_step_faster_whatever_was_measured() -> None:
+    random, lengths = np.random.default_rng(1), [0, 0.01, 0.3, 1, 1.5, 2, 2.9, 3]
+    for _ in range(20):
+        measured = {
+            (k, b): [seconds * np.exp(0.3 * random.normal())] for k, seconds in MILLISECONDS.items() for b in (1, 8)
+        }
+        ratios = step_ratios(K, 8, measured)
+        assert (np.diff(ratios, axis=0) >= -1e-12).all() and ratios[0] == pytest.approx(1.0)
+        of_length = [ratio_at(ratios[:, 2].tolist(), length) for length in lengths]
+        assert of_length == sorted(of_length)
 
 
 def test_what_contradicts_itself_is_averaged() -> None:
-    costs = StepCosts(K, 1, {(k, 1): [seconds] for k, seconds in MILLISECONDS.items()})
-    mean = (236 * 227 * 194) ** (1 / 3)
-    assert [costs.seconds(k, 1) for k in range(K + 1)] == pytest.approx([mean, mean, mean, 224])
-    costs = StepCosts(K, 1, {(k, 1): [1.0] for k in range(K + 1)})
-    costs.correct(0, 1, 0.4)
-    assert costs.seconds(0, 1) == pytest.approx(np.exp(TRIAL_WEIGHT * 0.4 / (K + 1)))
+    ratios = step_ratios(K, 1, {(k, 1): [seconds] for k, seconds in MILLISECONDS.items()})
+    assert ratios[:, 0] == pytest.approx([1.0, 1.0, 1.0, 224 / (236 * 227 * 194) ** (1 / 3)])
+
+
+def test_the_first_draft_of_a_batch_costs_a_share_of_those_of_all_requests() -> None:
+    ratios = [1.0, 1.4, 1.6, 1.8]
+    assert ratio_at(ratios, 0) == 1.0 and ratio_at(ratios, 1) == 1.4 and ratio_at(ratios, 2.5) == pytest.approx(1.7)
+    assert ratio_at(ratios, 1e-9) == pytest.approx(1 + 0.4 * FIRST_DRAFT_SHARE)
+    assert ratio_at(ratios, 0.5) == pytest.approx((ratio_at(ratios, 1e-9) + 1.4) / 2)
 
 
 def test_a_fast_step_of_no_certain_length_gains_no_more_than_its_tokens() -> None:
@@ -116,28 +93,9 @@ def test_a_contradiction_is_more_than_noise(noise: float, steps: int, found: boo
 
 def test_batch_sizes_without_all_lengths_are_left_out() -> None:
     seconds = {(0, 1): [0.01], (1, 1): [0.02], (0, 4): [0.01], (1, 4): []}
-    assert StepCosts(1, 4, seconds).ratios()[1] == pytest.approx([2.0] * 4)
+    assert step_ratios(1, 4, seconds)[1] == pytest.approx([2.0] * 4)
     with pytest.raises(ValueError, match="no batch size"):
-        StepCosts(2, 4, seconds)
-
-
-def test_a_slower_machine_and_late_steps_move_no_ratio() -> None:
-    costs = measured(CPU)
-    for step in range(200):
-        late = 10.0 if step % 5 == 0 else 1.0
-        costs.follow(1, 4, 3 * late * CPU.seconds(1, 1, 4))
-    assert costs.seconds(0, 4) == pytest.approx(3 * CPU.seconds(0, 0, 4), rel=0.05)
-    assert costs.ratios()[1, 3] == pytest.approx(true_ratio(1, 4))
-
-
-def test_trials_correct_the_ratio_of_their_length() -> None:
-    costs, random = measured(CPU), np.random.default_rng(0)
-    for _ in range(12):
-        seconds = 1.5 * CPU.seconds(3, 3, 4) * float(np.exp(0.05 * random.standard_normal()))
-        costs.correct(3, 4, float(np.log(seconds / costs.seconds(3, 4))))
-    assert costs.ratios()[3, 3] == pytest.approx(1.5 * true_ratio(3, 4), rel=0.05)
-    assert costs.ratios()[1, 3] == pytest.approx(true_ratio(1, 4)), "the others stay"
-    assert costs.ratios()[3, 15] == pytest.approx(true_ratio(3, 16)), "and so do distant batch sizes"
+        step_ratios(2, 4, seconds)
 
 
 def serve(acceptance: ServedAcceptance, rates: tuple[float, ...], k: int, steps: int) -> None:
@@ -172,45 +130,11 @@ def test_an_expectation_is_where_the_counts_begin() -> None:
     assert unknown.tokens_per_step()[1] < 1.2
 
 
-def test_trials_end_take_turns_and_are_paid_before_the_next() -> None:
-    trials, gains, ratios = Trials(), np.array([1.0, 1.3, 1.4, 1.2]), np.array([1.0, 1.1, 1.2, 1.3])
-    lengths, num_steps = [], 0
-    for _ in range(6000):
-        if trials.due:
-            trials.begin(2, gains, ratios)
-            lengths.append(trials.num_speculative_tokens)
-        num_steps += trials.num_speculative_tokens is not None
-        if trials.observe(0.01, None):
-            trials.end()
-    assert num_steps / 6000 == pytest.approx(0.02, abs=0.002)
-    assert lengths[:5] == [0, 1, 0, 3, 0] and len(lengths) == num_steps / TRIAL_STEPS
-
-
-def test_the_error_of_a_trial_is_that_of_most_of_its_steps() -> None:
-    trials = Trials()
-    for errors, expected in (([None, 0.1, 2.0, 0.12], 0.12), ([None, 0.1, 2.0], None)):
-        trials.begin(1, np.array([1.0, 1.2]), np.array([1.0, 1.1]))
-        for error in errors:
-            trials.observe(0.01, error)
-        assert trials.end() == expected
-
-
-@pytest.mark.parametrize(
-    ("chosen", "gains", "ratios", "expected"),
-    [
-        (0, [1.0, 0.8, 0.7], [1.0, 1.5, 2.0], 1),  # off: the best of them
-        (0, [1.0, 0.4, 0.3], [1.0, 2.1, 3.2], None),  # off, and a perfect drafter would not change that
-        (1, [1.0, 1.4, 0.5], [1.0, 1.2, 2.9], 0),  # on: two drafts cannot reach 1.4
-    ],
-)
-def test_what_is_tried(chosen: int, gains: list[float], ratios: list[float], expected: int | None) -> None:
-    trials = Trials()
-    trials.begin(chosen, np.array(gains), np.array(ratios))
-    assert trials.num_speculative_tokens == expected and not trials.due
-
-
 def test_measured_lengths_take_turns() -> None:
-    lengths = [measured_length(step, K) for step in range(2 * MEASURE_STEPS * (K + 1))]
+    measurement, lengths = Measurement("drafter", K, 1, live=False), []
+    for _ in range(2 * MEASURE_STEPS * (K + 1)):
+        lengths.append(measurement.length)
+        measurement.observe(measurement.length, 1, True, 0.1)
     assert lengths == [k for k in (3, 2, 1, 0) * 2 for _ in range(MEASURE_STEPS)]
     assert room_for(1) == 3 * MEASURE_STEPS
 
@@ -256,15 +180,8 @@ def test_somebody_elses_steps_are_measured_for_longer_where_they_contradict_each
     assert min(row[4] for row in controller.end_measuring()) == steps
 
 
-def test_batch_sizes_share_the_time_the_largest_first() -> None:
+def test_the_largest_batch_is_measured_first() -> None:
     assert measured_sizes(16) == [16, 4, 1] and measured_sizes(1) == [1] and measured_sizes(5) == [5, 4, 1]
-    rounds: dict[int, list[float]] = {size: [] for size in measured_sizes(16)}
-    found = []
-    while (size := next_size(rounds, 10.0)) is not None:
-        found.append(size)
-        rounds[size].append({16: 4.0, 4: 2.0, 1: 1.0}[size])
-    assert found[:7] == [16, 4, 1, 1, 4, 1, 1] and len(found) == 3 * MEASURE_ROUNDS
-    assert next_size({16: []}, 0.0) is None
 
 
 class FakeScheduler:
@@ -382,8 +299,8 @@ def test_the_counts_of_a_request_say_which_of_its_drafts_came_from_history(monke
 def test_a_request_drafts_what_is_worth_more_than_its_price() -> None:
     acceptance = ServedAcceptance(3, [0.9, 0.6, 0.1])
     tokens = acceptance.tokens_per_step()
-    assert acceptance.best([1.0, 1.2, 1.4, 1.6], 3) == (2, pytest.approx(tokens[2] - 1.4))
-    assert acceptance.best([1.0, 1.2, 1.4, 1.6], 1) == (1, pytest.approx(tokens[1] - 1.2))
-    assert acceptance.best([1.0, 2.0, 2.1, 2.3], 3)[0] == 2, "the first draft token may cost more than it yields"
-    assert acceptance.best([1.0, 2.0, 3.0, 4.0], 3) == (0, 0.0)
-    assert acceptance.best(None, 3) == (3, pytest.approx(tokens[3]))
+    assert acceptance.best([1.0, 1.2, 1.4, 1.6], 3) == (2, tokens[2], pytest.approx(tokens[2] - 1.4))
+    assert acceptance.best([1.0, 1.2, 1.4, 1.6], 1) == (1, tokens[1], pytest.approx(tokens[1] - 1.2))
+    assert acceptance.best([1.0, 2.0, 2.1, 2.3], 3).length == 2, "the first draft token may cost more than it yields"
+    assert acceptance.best([1.0, 2.0, 3.0, 4.0], 3) == (0, 1.0, 0.0)
+    assert acceptance.best(None, 3) == (3, tokens[3], tokens[3])

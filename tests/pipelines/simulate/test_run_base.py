@@ -116,7 +116,7 @@ def test_a_run_that_is_not_predicted_is_off(runs: dict[str, Path], tmp_path: Pat
 def test_noise_in_step_times_gains_nothing_where_nothing_is_accepted(runs: dict[str, Path], tmp_path: Path) -> None:
     noisy = copied(runs["spec"], tmp_path / "noisy", cheap_drafts)
     for k in (1, 2, 3):
-        assert Scenario(run_system(noisy, [f"k={k}", "drafter.adaptive=false"])).speedup <= 1
+        assert Scenario(run_system(noisy, [f"k={k}", "drafter.adaptive=false"])).speedup <= 1 + 1e-12
 
 
 def drafting_alone(row: dict[str, Any]) -> None:
