@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import isotonic_regression
 
 Array = NDArray[np.float64]
 
@@ -34,10 +33,20 @@ def step_ratios(
     if not sizes:
         raise ValueError("no batch size at which engine steps of all draft lengths were measured")
     rows = np.log([[np.quantile(measured[k, batch], QUANTILE) for batch in sizes] for k in lengths])
-    rising = np.stack([isotonic_regression(column).x for column in rows.T], axis=1)
+    rising = np.stack([_rising(column) for column in rows.T], axis=1)
     batches = np.log2(np.arange(1, max_batch + 1))
     table = np.stack([np.interp(batches, np.log2(sizes), row) for row in rising])
     return np.asarray(np.exp(table - table[0]))
+
+
+def _rising(values: Array) -> Array:
+    """Return the closest values in squares that never fall, by the max-min formula of isotonic regression (Barlow et al. 1972)."""
+    num = len(values)
+
+    def least(first: int, i: int) -> float:
+        return min(float(values[first:end].mean()) for end in range(i + 1, num + 1))
+
+    return np.array([max(least(first, i) for first in range(i + 1)) for i in range(num)])
 
 
 def ratio_at(ratios: Sequence[float], length: float) -> float:
