@@ -48,7 +48,7 @@ def test_7_and_9_half_a_checkpoint_half_a_drafter_and_a_trainer_that_hangs(
     undisturbed: Path, target_folder: Path, tmp_path: Path, fault: Fault
 ) -> None:
     """In a copy of a run, as if it had been killed in its last step."""
-    root = shutil.copytree(undisturbed.parent, tmp_path / "broken-trainer")
+    root = shutil.copytree(undisturbed.parent, tmp_path / "broken-trainer", symlinks=True)
     run = root / undisturbed.name
     shutil.rmtree(newest(run / "checkpoints", "step_*"))
     damaged = newest(run / "checkpoints", "step_*")
