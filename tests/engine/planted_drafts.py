@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.rollout.speculation.served_acceptance import Choice
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.rollout.vllm.worker_extension import CotrainWorker
 from drafters.suffix.index import Draft
 
@@ -24,27 +25,31 @@ OF_ANOTHER_REQUEST = "drafters_law_of_another_request"
 """The same, and the drafter's tokens of a request come with its laws of the request before."""
 
 
-class PlantingWorker(CotrainWorker):
+class Planting(EngineWorker):
     """A worker whose index lies about its drafts on request."""
 
-    def cotrain_plant(self, fault: str | None) -> None:
+    def plant(self, fault: str | None) -> None:
         """Take out what was planted before, then plant this one; None leaves the worker clean."""
-        history = self._cotrain_history
+        history, runner = self.history, self.worker.model_runner
         index = history.index
         index.__dict__.pop("draft", None)
         for name in ("_choose", "_hand_over_laws"):
             history.__dict__.pop(name, None)
-        self.model_runner.propose_draft_token_ids = history._hooked
+        runner.propose_draft_token_ids = history._hooked
         if fault == PRICES:
-            self.model_runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
+            runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
         elif fault in (LENGTHS, OF_ANOTHER_REQUEST):
-            most = self.model_runner.num_spec_tokens
+            most = runner.num_spec_tokens
             history._choose = functools.partial(_in_turn, history._is_alone, most, itertools.count())
             if fault == OF_ANOTHER_REQUEST:
-                history._hand_over_laws = functools.partial(_rolled, self.model_runner, history._hand_over_laws)
+                history._hand_over_laws = functools.partial(_rolled, runner, history._hand_over_laws)
         elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
+
+
+class PlantingWorker(CotrainWorker):
+    cotrain_class = Planting
 
 
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:

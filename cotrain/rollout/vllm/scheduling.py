@@ -95,9 +95,9 @@ class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
     while one runs, so the time of a step is still the time between two calls of `schedule`."""
 
 
-def _call_controller(core: Any, method: str, args: list[Any]) -> Any:
-    """Call a controller's method between two engine steps. vLLM can send only plain lists and numbers back as its result."""
-    return getattr(core.scheduler.controller, method)(*args)
+def _call_controller(core: Any, method: str, args: list[Any], options: dict[str, Any]) -> Any:
+    """Call a method of the SpeculationController between two engine steps, for RolloutEngine.in_scheduler."""
+    return getattr(core.scheduler.controller, method)(*args, **options)
 
 
 # vLLM's "utility" calls look methods of the engine core up by name; it has no hook to add one.
