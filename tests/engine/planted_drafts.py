@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.rollout.speculation.controller import Plan
 from cotrain.rollout.speculation.served_acceptance import Choice
+from cotrain.rollout.vllm.interface import attach, attached
 from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.rollout.vllm.worker_extension import CotrainWorker
 from drafters.suffix.index import Draft
@@ -53,10 +55,10 @@ class PlantingWorker(CotrainWorker):
 
 
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
-    plan = scheduler_output.cotrain_plan
-    if plan.ratios is not None:
+    plan = attached(scheduler_output, Plan)
+    if plan is not None and plan.ratios is not None:
         ratios = {proposer: [1 + k / 3 for k in range(len(of_it))] for proposer, of_it in plan.ratios.items()}
-        scheduler_output.cotrain_plan = plan._replace(ratios=ratios)
+        attach(scheduler_output, plan._replace(ratios=ratios))
     return propose(scheduler_output, *rest)
 
 

@@ -10,7 +10,9 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+R = TypeVar("R")
 
 KNOWN_VERSION = "0.32"
 SIDECAR_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
@@ -157,6 +159,17 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
         wrapped: Any = functools.wraps(original)(lambda *args, **options: hook(original, *args, **options))
         wrapped.cotrain_hook = hook
         setattr(owner, name, wrapped)
+
+
+def attach(carrier: Any, record: object) -> None:
+    """Let an object of vLLM's carry a record of ours to where vLLM sends it: with a step to the workers, or with drafts back."""
+    carrier.cotrain = record
+
+
+def attached(carrier: Any, kind: type[R]) -> R | None:
+    """Return the record that an object of vLLM's carries, or None if it carries none of this kind."""
+    record = getattr(carrier, "cotrain", None)
+    return record if isinstance(record, kind) else None
 
 
 def moved() -> list[str]:
