@@ -232,9 +232,8 @@ class RolloutEngines:
 
     def save_history(self, path: Path) -> None:
         """Write the history of one engine; all have the same one, apart from the order of the rollouts."""
-        self._ask(
-            self.in_dispatch[:1], lambda e: begin(e, RolloutEngine.on_workers, EngineWorker.save_history, str(path))
-        )
+        save, first = EngineWorker.save_history, self.in_dispatch[:1]
+        self._ask(first, lambda e: begin(e, RolloutEngine.on_workers, save, str(path)))
 
     def load_history(self, path: Path) -> None:
         """Let all engines draft from what `save_history` has written."""
@@ -243,11 +242,8 @@ class RolloutEngines:
     def proposer_metrics(self) -> dict[str, float]:
         """Return drafts, draft tokens and accepted tokens by proposer since the last call, and the size of the history."""
         counts: Counter[str] = Counter()
-        reports = list(
-            self._ask(
-                self.in_dispatch, lambda e: begin(e, RolloutEngine.on_workers, EngineWorker.take_history_report)
-            ).values()
-        )
+        take = EngineWorker.take_history_report
+        reports = [*self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.on_workers, take)).values()]
         for report in reports:
             counts.update(report["counts"])
         return dict(counts) | reports[0]["state"]

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -32,13 +32,12 @@ from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, to
 from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.speculation.measurement import MEASURE_ROUNDS, MEASURE_TRIES, measured_sizes, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
-from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments, sampling_params
+from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
 from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 from drafters.base import SamplingParams
 
-W = TypeVar("W", bound=EngineWorker)
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -255,15 +254,7 @@ class RolloutEngine:
                 for name, request in requests.items():
                     prompt = {"prompt_token_ids": request.prompt_token_ids} | self._salt
                     own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
-                    queues.append(
-                        await engine.add_request(
-                            name,
-                            prompt,
-                            sampling_params(
-                                self.spec.rollout, request, self._max_tokens(request, overrides), overrides | own
-                            ),
-                        )
-                    )
+                    queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
             return await asyncio.gather(*(finished(name, queue) for name, queue in zip(requests, queues, strict=True)))
 
     @asynccontextmanager
@@ -275,6 +266,25 @@ class RolloutEngine:
                 yield
             finally:
                 await self._engine.resume_generation()
+
+    def _sampling(self, request: RolloutRequest, overrides: dict[str, Any]) -> Any:
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        rollout = self.spec.rollout
+        arguments = {
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k or -1,
+            "max_tokens": self._max_tokens(request, overrides),
+            "stop": list(rollout.stop) or None,
+            "ignore_eos": rollout.ignore_eos,
+            "skip_special_tokens": rollout.skip_special_tokens,
+            "spaces_between_special_tokens": False,
+            "seed": request.seed,
+            "logprobs": 0,
+        }
+        return vllm.SamplingParams(**(arguments | overrides), output_kind=RequestOutputKind.FINAL_ONLY)
 
     def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
         completion = output.outputs[0]
@@ -350,7 +360,8 @@ class RolloutEngine:
         if not sent:
             await self.hold(keep_kv)
         async with death_in_words(self._engine), self._hold.pop_all():
-            await self._weights(EngineWorker.update_policy, payload.path, payload.digests, policy_version, sent)
+            call = self.on_workers(EngineWorker.update_policy, payload.path, payload.digests, policy_version, sent)
+            await self._weights(call)
             # Still paused, so that the first token after the pause carries the new version.
             await self._stamp(Versions(policy_version, self.versions.drafter))
             self._salt = {"cache_salt": str(policy_version)} if keep_kv else {}
@@ -368,7 +379,7 @@ class RolloutEngine:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
         started = time.perf_counter()
         rates = None if expected_rates is None else list(expected_rates)
-        await self._weights(EngineWorker.update_drafter, payload.path, payload.digests, rates)
+        await self._weights(self.on_workers(EngineWorker.update_drafter, payload.path, payload.digests, rates))
         self._before = self.versions
         await self._stamp(Versions(self.versions.policy, drafter_version))
         await self.in_scheduler(SpeculationController.new_drafter, rates)
@@ -376,11 +387,11 @@ class RolloutEngine:
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Raise WeightUpdateRefused if `update_drafter` would refuse these weights. What is served does not change."""
-        await self._weights(EngineWorker.check_drafter, payload.path, payload.digests)
+        await self._weights(self.on_workers(EngineWorker.check_drafter, payload.path, payload.digests))
 
     async def undo_drafter_update(self) -> None:
         """Return to the drafter weights and version from before the last `update_drafter`. Call it once at most per update."""
-        await self._weights(EngineWorker.undo_drafter_update)
+        await self._weights(self.on_workers(EngineWorker.undo_drafter_update))
         await self._stamp(Versions(self.versions.policy, self._before.drafter))
         await self.in_scheduler(SpeculationController.new_drafter, None)
 
@@ -391,12 +402,10 @@ class RolloutEngine:
             await self._engine.update_weight_version(str(versions))
         self.versions = versions
 
-    async def _weights(
-        self, method: Callable[Concatenate[EngineWorker, P], None], *args: P.args, **options: P.kwargs
-    ) -> None:
-        """Call a method of the worker that checks or changes weights."""
+    async def _weights(self, call: Coroutine[Any, Any, None]) -> None:
+        """Wait for a call of the workers that checks or changes weights."""
         try:
-            await self.on_workers(method, *args, **options)
+            await call
         except RunFailure:
             raise
         except Exception as error:  # only the text of a worker's exception arrives here
@@ -435,11 +444,10 @@ class RolloutEngine:
 
     # -- calls into vLLM's processes, the only places where a method becomes a name -----------------------------------
 
-    async def on_workers(self, method: Callable[Concatenate[W, P], T], *args: P.args, **options: P.kwargs) -> T:
-        """Call a method of the EngineWorker of every rank. vLLM sends its arguments and results as msgpack.
-
-        Returns the result of rank 0; raises RuntimeError if one failed.
-        """
+    async def on_workers(
+        self, method: Callable[Concatenate[EngineWorker, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Call a method of EngineWorker on all ranks. Returns the result of rank 0; raises RuntimeError if one failed."""
         async with death_in_words(self._engine):
             answers = await self._engine.collective_rpc("cotrain_call", args=(method.__name__, args, options))
         if errors := dict.fromkeys(error for _, error in answers if error is not None):
@@ -449,10 +457,7 @@ class RolloutEngine:
     async def in_scheduler(
         self, method: Callable[Concatenate[SpeculationController, P], T], *args: P.args, **options: P.kwargs
     ) -> T:
-        """Call a method of the SpeculationController, which lives in vLLM's scheduler, between two engine steps.
-
-        vLLM can send only plain lists, dictionaries and numbers back as its result.
-        """
+        """Call a method of the scheduler's SpeculationController. vLLM can send only plain lists, dictionaries and numbers back."""
         async with death_in_words(self._engine):
             call = "cotrain_speculation", method.__name__, list(args), options
             return await self._engine.engine_core.call_utility_async(*call)

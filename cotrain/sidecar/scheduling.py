@@ -4,16 +4,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.tap_admission import Admission, TapRequest, row_bytes
 from cotrain.rollout.vllm.scheduling import WatchedScheduler, step_of, verified
 from cotrain.sidecar.breaker import Breaker
 from cotrain.sidecar.spool import Spool, read_json
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 REPORT_SECONDS = 1.0
 
@@ -125,8 +122,8 @@ class HostScheduling(WatchedScheduler):
         self._cotrain_breaker = Breaker()
         self._cotrain = self._cotrain_breaker.call(Decisions, self.cotrain_spool, self, self._cotrain_breaker)
 
-    def _ask(self, decide: Callable[Concatenate[Decisions, P], T], *args: P.args, **options: P.kwargs) -> T | None:
-        return None if self._cotrain is None else self._cotrain_breaker.call(decide, self._cotrain, *args, **options)
+    def _ask(self, decide: Callable[..., Any], *args: Any) -> Any:
+        return None if self._cotrain is None else self._cotrain_breaker.call(decide, self._cotrain, *args)
 
     def cotrain_choose_lengths(self) -> None:
         lengths, most = self._ask(Decisions.draft_lengths), self.scheduler_config.max_num_seqs  # type: ignore[attr-defined]

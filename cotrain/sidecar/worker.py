@@ -78,7 +78,7 @@ class WorkerSidecar:
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.finish()  # part of the host's own load of weights, so its errors are the host's
-        stamp = attached(scheduler_output, Stamp)
+        stamp: Stamp | None = attached(scheduler_output)
         self._hook.draft_length = None if stamp is None else scheduler_output.num_spec_tokens_to_schedule
         if stamp is not None:
             self._breaker.call(self._take, stamp, scheduler_output)

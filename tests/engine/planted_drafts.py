@@ -55,8 +55,8 @@ class PlantingWorker(CotrainWorker):
 
 
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
-    plan = attached(scheduler_output, Plan)
-    if plan is not None and plan.ratios is not None:
+    plan: Plan = attached(scheduler_output)
+    if plan.ratios is not None:
         ratios = {proposer: [1 + k / 3 for k in range(len(of_it))] for proposer, of_it in plan.ratios.items()}
         attach(scheduler_output, plan._replace(ratios=ratios))
     return propose(scheduler_output, *rest)

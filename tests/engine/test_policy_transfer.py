@@ -92,7 +92,7 @@ def compare_all(roles: tuple[RolloutEngines, Policy, Nodes, Any], folder: Path) 
     whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
         looks = whole.path, whole.digests, turn, True
-        at._ask((0, 1), lambda e, looks=looks: begin(e, RolloutEngine._weights, EngineWorker.update_policy, *looks))
+        at._ask((0, 1), lambda e, looks=looks: begin(e, RolloutEngine.on_workers, EngineWorker.update_policy, *looks))
     return whole
 
 

@@ -1,4 +1,4 @@
-"""The arguments that vLLM starts with (cotrain's own, then the user's, then those of speculation) and samples with. Imports vLLM late."""
+"""The arguments that vLLM starts with: cotrain's own, then the user's, then those of speculation. Imports vLLM late."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import CPU_BLOCK_TOKENS, has_linear_attention
-from cotrain.records import RolloutRequest, Versions
+from cotrain.records import Versions
 from drafters.base import ServingSpec
 
 PACKAGE = "cotrain.rollout.vllm"
@@ -120,23 +120,3 @@ def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:
     """
     requests = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
     return sorted({n * rows for n in requests if n <= max_num_seqs for rows in (1, num_speculative_tokens + 1)})
-
-
-def sampling_params(rollout: RolloutConfig, request: RolloutRequest, max_tokens: int, overrides: dict[str, Any]) -> Any:
-    """Return vLLM's SamplingParams of a request."""
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
-
-    arguments = {
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k or -1,
-        "max_tokens": max_tokens,
-        "stop": list(rollout.stop) or None,
-        "ignore_eos": rollout.ignore_eos,
-        "skip_special_tokens": rollout.skip_special_tokens,
-        "spaces_between_special_tokens": False,
-        "seed": request.seed,
-        "logprobs": 0,
-    }
-    return vllm.SamplingParams(**(arguments | overrides), output_kind=RequestOutputKind.FINAL_ONLY)

@@ -55,7 +55,7 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
         """is_alone: without a drafter, where vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; may change."""
         self.index = index
-        self._plan = Plan("", None, False)
+        self._plan: Plan = Plan("", None, False)
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._take, self._has_passes = model_runner.take_draft_token_ids, not is_alone
         self._is_alone, self.draws = is_alone, draws
@@ -86,9 +86,7 @@ class HistoryDrafting:
 
     def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
         runner, k = self._runner, scheduler_output.num_spec_tokens_to_schedule
-        plan = attached(scheduler_output, Plan)
-        assert plan is not None  # DraftLengthScheduler attaches one to each step
-        self._plan = plan
+        self._plan = attached(scheduler_output)
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
         self._learn(scheduler_output, dict(zip(request_ids, texts, strict=True)))

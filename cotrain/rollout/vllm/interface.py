@@ -10,9 +10,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-
-R = TypeVar("R")
+from typing import Any
 
 KNOWN_VERSION = "0.32"
 SIDECAR_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
@@ -166,10 +164,9 @@ def attach(carrier: Any, record: object) -> None:
     carrier.cotrain = record
 
 
-def attached(carrier: Any, kind: type[R]) -> R | None:
-    """Return the record that an object of vLLM's carries, or None if it carries none of this kind."""
-    record = getattr(carrier, "cotrain", None)
-    return record if isinstance(record, kind) else None
+def attached(carrier: Any) -> Any:
+    """Return the record that an object of vLLM's carries, or None."""
+    return getattr(carrier, "cotrain", None)
 
 
 def moved() -> list[str]:

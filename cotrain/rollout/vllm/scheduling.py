@@ -77,7 +77,7 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
         return self.controller.plan(max(1, len(output.num_scheduled_tokens)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        proposed = attached(draft_token_ids, Proposed) or Proposed(True, frozenset())
+        proposed: Proposed = attached(draft_token_ids) or Proposed(True, frozenset())
         if not proposed.has_passes:
             self.controller.left_passes_out()
         others = self.cotrain_from_history.difference(draft_token_ids.req_ids)

@@ -128,8 +128,6 @@ class EngineWorker:
     def forget_history(self) -> None:
         self.history.index.forget()
 
-    # -- tap -----------------------------------------------------------------------------------------------------------
-
     def set_policy_version(self, policy_version: int) -> None:
         """Stamp what the tap records from now on with this policy version."""
         if True in self.weights:
@@ -165,8 +163,6 @@ class EngineWorker:
             "num_bytes": Path(path).stat().st_size if records else 0,
             "record_seconds": seconds,
         }
-
-    # -- drafting ------------------------------------------------------------------------------------------------------
 
     def read_prompts(self, on: bool) -> None:
         """Set whether the drafter reads prompts at draft length 0, to be ready when the length changes."""

@@ -17,7 +17,7 @@ from cotrain.rollout import engine as engine_module
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.tap_admission import TapRequest
-from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments, graph_sizes, sampling_params
+from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments, graph_sizes
 from drafters.base import ServingSpec
 
 K = 2
@@ -226,7 +226,7 @@ def text_for_rewards(folder: Path, ends: bool, **rollout: object) -> str:
 
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>", "<note>", "</note>"]})
-    params = sampling_params(spec_of(folder, None, **rollout).rollout, RolloutRequest("p", 0, [60], None), 64, {})
+    params = RolloutEngine(spec_of(folder, None, **rollout))._sampling(RolloutRequest("p", 0, [60], None), {})
     prompt = {"prompt_token_ids": [60], "prompt_embeds": None}
     request = SimpleNamespace(sampling_params=params, request_id="r", external_req_id="r", **prompt)
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)

@@ -51,7 +51,7 @@ def test_the_scheduler_is_told_whose_drafts_it_takes(history: HistoryDrafting) -
     taken = SimpleNamespace()
     history._take = lambda: taken
     history._asked = {"a": Asked(0, K, K), "b": Asked(None, K, K)}
-    assert attached(history._take_draft_token_ids(), Proposed) == Proposed(False, {"a"})
+    assert attached(history._take_draft_token_ids()) == Proposed(False, {"a"})
 
 
 def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> None:
