@@ -293,10 +293,8 @@ class RolloutEngines:
         """
         if len(self.in_dispatch) > 1:
             here = self._brought(payload)
-            _, refusal = self._results(
-                {engine: begin(self._actors[engine], RolloutEngine.check_drafter, its) for engine, its in here.items()},
-                UPDATE_SECONDS,
-            )
+            checks = {e: begin(self._actors[e], RolloutEngine.check_drafter, its) for e, its in here.items()}
+            _, refusal = self._results(checks, UPDATE_SECONDS)
             if refusal is not None:
                 raise refusal
         calls = {
@@ -312,9 +310,7 @@ class RolloutEngines:
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
         """See RolloutEngine.served_digests; of each engine."""
-        return list(
-            self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.served_digests, names, draft)).values()
-        )
+        return [*self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.served_digests, names, draft)).values()]
 
     # -- switches and caches -------------------------------------------------------------------------------------------
 

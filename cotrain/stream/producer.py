@@ -99,8 +99,7 @@ class Producer:
     # -- what a step does ---------------------------------------------------------------------------------------------
 
     def admit(self, taps: bool) -> None:
-        """Admit a group for each free slot, and dispatch those that the engines have room for. taps: see begin_generate; of all
-        groups that are dispatched until the next call."""
+        """Admit a group for each free slot, and dispatch groups while engines have room. taps: whether those are tapped."""
         self._taps = taps
         begins = []
         for group in self.ledger.admit():

@@ -1,5 +1,6 @@
 """A vLLM worker that counts the drafter's forward passes."""
 
+import functools
 from typing import Any
 
 from cotrain.rollout.vllm.scheduling import computes_prompts
@@ -33,4 +34,4 @@ class Counting(EngineWorker):
 
 
 class CountingWorker(CotrainWorker):
-    cotrain_class = Counting
+    cotrain_worker = functools.cached_property(Counting)

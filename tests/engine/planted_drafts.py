@@ -51,7 +51,7 @@ class Planting(EngineWorker):
 
 
 class PlantingWorker(CotrainWorker):
-    cotrain_class = Planting
+    cotrain_worker = functools.cached_property(Planting)
 
 
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:

@@ -1,6 +1,7 @@
 """An engine of two tensor-parallel ranks. Both hold the only head of keys and values of target and drafter."""
 
 import copy
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ class Faulty(EngineWorker):
 
 
 class FaultyWorker(CotrainWorker):
-    cotrain_class = Faulty
+    cotrain_worker = functools.cached_property(Faulty)
 
 
 @pytest.fixture(scope="module")

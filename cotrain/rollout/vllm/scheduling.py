@@ -80,8 +80,7 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
         proposed: Proposed = attached(draft_token_ids) or Proposed(True, frozenset())
         if not proposed.has_passes:
             self.controller.left_passes_out()
-        others = self.cotrain_from_history.difference(draft_token_ids.req_ids)
-        self.cotrain_from_history = others | proposed.from_history
+        self.cotrain_from_history = self.cotrain_from_history - {*draft_token_ids.req_ids} | proposed.from_history
         super().update_draft_token_ids(draft_token_ids)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

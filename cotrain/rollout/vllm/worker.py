@@ -1,7 +1,4 @@
-"""What a RolloutEngine can call in each of vLLM's workers.
-
-The engine names these methods before vLLM may be imported in its process, so this module imports vLLM late.
-"""
+"""What a RolloutEngine can call in each of vLLM's workers. Imports vLLM late, because other processes name the methods."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +20,14 @@ if TYPE_CHECKING:
 
 
 class EngineWorker:
-    """The feature tap, drafting, and updates and proof of the served weights, on one tensor-parallel rank."""
+    """The feature tap, drafting, and updates and proof of the served weights, on one tensor-parallel rank.
 
-    hook: "DraftingHook"  # set where there is a drafter
-    history: "HistoryDrafting"  # set where there is a history
-    weights: dict[bool, ServedWeights]
-    """True holds the drafter's served weights, False the policy's."""
+    Methods without a docstring call one of ServedWeights, HistoryDrafting, SuffixIndex or vLLM's worker: see there.
+    """
+
+    hook: "DraftingHook"  # where there is a drafter
+    history: "HistoryDrafting"  # where there is a history
+    weights: dict[bool, ServedWeights]  # True holds the drafter's, False the policy's
 
     def __init__(self, worker: Any):
         self.worker = worker
@@ -63,8 +62,6 @@ class EngineWorker:
             max_bytes, draws = history
             index = SuffixIndex(max_bytes, seed=worker.vllm_config.model_config.seed)
             self.history = HistoryDrafting(runner, index, is_alone=not has_drafter, draws=draws)
-
-    # -- weights: see ServedWeights, and for the transfer without a file vLLM's worker ---------------------------------
 
     def update_policy(self, path: str, digests: dict[str, str], turn: int, sent: bool) -> None:
         """sent: vLLM's weight transfer has loaded the policy, which is only compared with the file."""
@@ -107,8 +104,6 @@ class EngineWorker:
         own = {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
         of_ranks = of_all_ranks(own)
         return {name: known if all(of[name] == known for of in of_ranks) else "" for name, known in own.items()}
-
-    # -- history: see HistoryDrafting and SuffixIndex ------------------------------------------------------------------
 
     def add_history(self, rollouts: list[tuple[list[int], list[int]]]) -> None:
         self.history.add(rollouts)

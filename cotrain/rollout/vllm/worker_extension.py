@@ -15,11 +15,7 @@ cpu.apply_patches()
 class CotrainWorker:
     """Mixed into vLLM's worker. Names carry the prefix `cotrain_`, since they must differ from vLLM's."""
 
-    cotrain_class: type[EngineWorker] = EngineWorker
-
-    @functools.cached_property
-    def cotrain_worker(self) -> EngineWorker:
-        return self.cotrain_class(self)
+    cotrain_worker = functools.cached_property(EngineWorker)
 
     def cotrain_call(self, method: str, args: list[Any], options: dict[str, Any]) -> tuple[Any, str | None]:
         """Call a method of the EngineWorker, for RolloutEngine.on_workers. Returns (result, None), or (None, the exception's text).
