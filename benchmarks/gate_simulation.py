@@ -112,7 +112,6 @@ def simulate(case: Case, num_steps: int, seed: int = 0) -> Tally:
     tally, since, better = Tally(), 0, False
     steps = with_lag(case, world, num_steps) if case.lag else in_turns(world, num_steps)
     for step, (batch, versions) in enumerate(steps, 1):
-        publisher.serves(versions)
         outcome = publisher.evaluate(step, batch, versions)
         kinds = Counter(event.kind for event in outcome.events)
         tally.rolled_back += kinds["rolled back"]

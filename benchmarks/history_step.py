@@ -16,6 +16,7 @@ import torch
 from cotrain.rollout.speculation.controller import Plan
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from cotrain.rollout.vllm.history import HistoryDrafting
+from cotrain.rollout.vllm.interface import attach
 from drafters.suffix.index import SuffixIndex
 
 K, PROMPT, LENGTH, PROMPTS, SAMPLES, STEPS = 2, 20, 100, 16, 25, 300
@@ -61,11 +62,8 @@ def milliseconds(batch: int, pays: bool) -> float:
         history._of_match = [ServedAcceptance(K, [float(pays)] * K) for _ in history._of_match]
         runner.input_batch.num_tokens_no_spec[:] = length = PROMPT + 1 + step % (LENGTH - 1)
         sampled = runner.input_batch.token_ids_cpu[:, length - 1 : length].tolist()
-        output = SimpleNamespace(
-            num_spec_tokens_to_schedule=K,
-            cotrain_plan=Plan("", {"history": [1.0, 1.2, 1.4]}, False),
-            scheduled_spec_decode_tokens={},
-        )
+        output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={})
+        attach(output, Plan("", {"history": [1.0, 1.2, 1.4]}, False))
         started = time.perf_counter()
         runner.propose_draft_token_ids(output, sampled, sampling)
         seconds.append(time.perf_counter() - started)

@@ -89,7 +89,6 @@ class Controller:
         self.step, self.versions, self._first_state = state.step, state.versions, state
         self.run_seconds = state.seconds
         """Seconds of all steps, those before a resume included."""
-        self.stop_requested: Callable[[], bool] = lambda: False
         self.last_rollouts: list[ScoredRollout] = []
         """The rollouts that the last step trained on."""
         self.producer = Producer(config, roles.engines, roles.rewards, prompts, roles.reactor, records.events)
@@ -112,8 +111,8 @@ class Controller:
         self._events: list[DrafterEvent] = []  # of the present step
         self._engine_steps: dict[int, list[StepTotal]] = {}
 
-    def run(self) -> bool:
-        """Run all remaining steps. Returns False if stopped early; the run is saved either way.
+    def run(self, stop_requested: Callable[[], bool] = lambda: False) -> bool:
+        """Run all remaining steps. Returns False if stop_requested ended it before; the run is saved either way.
 
         Raises RunFailure before the first step when a checkpoint without its tensors cannot be saved.
         """
@@ -123,13 +122,13 @@ class Controller:
             raise RunFailure(
                 f"checkpoints of this run cannot be saved in {self.run_dir.checkpoints}: {error}"
             ) from error
-        while self.step < self.config.steps and not self.stop_requested():
+        while self.step < self.config.steps and not stop_requested():
             try:
                 self._one_step(self.step + 1)
             except TaskFailed as failure:
                 raise self._saved(failure) from None
             self.step += 1
-            last = self.step == self.config.steps or self.stop_requested()
+            last = self.step == self.config.steps or stop_requested()
             if last or self.step % self.config.checkpoint.every == 0:
                 self._save()
         return self.step == self.config.steps
@@ -144,8 +143,8 @@ class Controller:
         started = time.perf_counter()
         served = self.versions
         speculates = self.config.speculates and self.mode is None
-        self.producer.taps = speculates and self.roles.drafter is not None
-        self.producer.admit()
+        taps = speculates and self.roles.drafter is not None
+        self.producer.admit(taps)
         row = self.producer.metrics()
         with self._timed("wait_for_rollouts" if self._lags else "generate"):
             groups = self._take()
@@ -153,7 +152,7 @@ class Controller:
         window = self._window(rollouts)
         row |= lag_metrics([scored.rollout for scored in rollouts], served.policy)
         check_lag([scored.rollout for scored in rollouts], served, self.config.stream.max_policy_lag)
-        if self.producer.taps and window is not None and not self._checked:
+        if taps and window is not None and not self._checked:
             self._check_batch(window)
         recomputes = self.config.stream.on_swap != "keep_kv"
         row |= rollout_metrics(rollouts, window, served.drafter, recomputes, self.config.rollout.num_engines)
@@ -285,8 +284,6 @@ class Controller:
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
         update = policy.begin_update(rollouts) if self.config.policy.train else None
         outcome = None
-        if publisher is not None:
-            publisher.serves(self.versions)
         if drafter is not None and publisher is not None and self.mode is None:
             self.roles.reactor.wait(self._heads.references)
             outcome = publisher.evaluate(step, window or RolloutBatch([], [], None, 0.0, 0), self.versions)

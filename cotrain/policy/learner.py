@@ -218,13 +218,13 @@ class PolicyLearner:
             names |= {*list(known)[self.policy_version % COMPARED_EVERY :: COMPARED_EVERY]}
         return sharding.write_weights(model, Path(path), dtype, names)
 
-    def connect_engines(self, engines: list[Any], workers: int, address: str, port: int) -> None:
-        """Prepare to send weights from memory to these engines; the arguments are those of transfer.connect."""
+    def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
+        """Prepare to send weights from memory to the engines; the arguments are those of transfer.connect."""
         from cotrain.policy import transfer
 
         source = transfer.PolicySource(self._policy.model, getattr(torch, self._rollout.dtype))
         rank, backend = self._accelerator.process_index, self._config.weight_transfer
-        self._sender = transfer.connect(backend, rank, source, engines, workers, address, port)
+        self._sender = transfer.connect(backend, rank, source, client, num_workers, address, port)
 
     def send_weights(self) -> int:
         """Send the weights to the connected engines, which must be paused. Returns the number of bytes."""

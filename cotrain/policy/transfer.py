@@ -7,7 +7,6 @@ policy.weight_transfer, an engine checks weights first and can undo an update. I
 from collections.abc import Iterator
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -34,47 +33,17 @@ class PolicySource(WeightSource):
         return whole_tensors(self._model, self._dtype)
 
 
-class EngineClient:
-    """Passes the calls of vLLM's sender on to all engines."""
-
-    def __init__(self, engines: list[Any], workers: int):
-        """engines: actors of engines that are paused. workers: tensor-parallel workers of each engine."""
-        self._engines, self._workers = engines, workers
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let the engines join the transfer. With NCCL, each worker gets a rank of its own after the sender's."""
-        first = init_info.get("rank_offset")
-        infos = [{} if first is None else {"rank_offset": first + i * self._workers} for i in range(len(self._engines))]
-        calls = zip(self._engines, infos, strict=True)
-        ray.get([e.call.remote("transfer", "init_weight_transfer_engine", init_info | own) for e, own in calls])
-
-    def start_weight_update(self) -> None:
-        """Prepare the engines to receive tensors."""
-        self._all("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Let the engines receive the tensors that update_info describes, while the sender sends them."""
-        self._all("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Let the engines serve what they received. weight_version is unused: RolloutEngine.update_policy sets the version."""
-        self._all("finish_weight_update")
-
-    def _all(self, method: str, *args: Any) -> None:
-        ray.get([engine.call.remote("transfer", method, *args) for engine in self._engines])
-
-
 def connect(
-    backend: str, rank: int, source: PolicySource, engines: list[Any], workers: int, address: str, port: int
+    backend: str, rank: int, source: PolicySource, client: Any, num_workers: int, address: str, port: int
 ) -> Any:
     """Return vLLM's sender, whose send_weights sends the policy to all engines. Collective.
 
-    workers: tensor-parallel workers of each engine. address, port: address of rank 0's node and a free port on it.
+    client: the engines, as an EngineClient. num_workers: tensor-parallel workers of all engines. address, port: address of rank
+    0's node and a free port on it.
     """
-    size = 1 + workers * len(engines)
     info: TrainerInitInfo = (
         IPCTrainerInitInfo(rank=rank, packed=True)
         if backend == "ipc"
-        else NCCLTrainerInitInfo(rank=rank, master_address=address, master_port=port, world_size=size)
+        else NCCLTrainerInitInfo(rank=rank, master_address=address, master_port=port, world_size=1 + num_workers)
     )
-    return WeightTransferTrainerFactory.trainer_init(info, client=EngineClient(engines, workers), source=source)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)

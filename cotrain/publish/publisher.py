@@ -5,7 +5,7 @@ serving drafter and the candidate (the trainer's drafter as the previous step le
 at once, while the policy learns, so that what is published is what was scored.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,28 +106,24 @@ class Publisher:
         self.mode: str | None = None
         """Note on every step line once alarms have switched speculation off; None before."""
 
-    def serves(self, versions: Versions) -> None:
-        """Record versions that the engines serve from now on, since they may generate rollouts that end later."""
-        self._known.add(versions)
-
-    def serves_only(self, versions: Iterable[Versions]) -> None:
-        """Record all versions whose rollouts may still be seen, for a caller that sees only those of engines that it does not know."""
-        self._known = set(versions)
-
     def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
         """Decide on alarms of another check. If so configured, the run continues without speculation after one that is not fatal;
         otherwise the caller must raise Outcome.failure."""
         return self._switch_off(alarmed(step, self.serving, alarms))
 
-    def evaluate(self, step: int, batch: RolloutBatch, versions: Versions) -> Outcome:
+    def evaluate(
+        self, step: int, batch: RolloutBatch, versions: Versions, known: Collection[Versions] | None = None
+    ) -> Outcome:
         """Decide on the rollouts that have ended since the last call, and swap. Call it before training on them.
 
-        versions: those that the engines serve. Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the
+        versions: those that the engines serve. known: all whose rollouts may still be seen; None takes them from the calls
+        before, for a caller that tells of all that its engines have served. Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the
         one they have.
         """
         serving, sent = self.serving, self._sent
         oldest = versions.policy - self._max_policy_lag
-        kept = {known for known in self._known if known.policy >= oldest} if self._max_policy_lag else set()
+        earlier = self._known if known is None else known
+        kept = {seen for seen in earlier if seen.policy >= oldest} if self._max_policy_lag else set()
         self._known = {versions, *kept}
         batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
         keep = {serving.version, serving.last_good}

@@ -1,6 +1,6 @@
 """One rollout engine: vLLM's asynchronous engine with speculation, feature tap and weight updates.
 
-A plain asynchronous class; `cluster.py` makes it a Ray actor. Its process environment comes from
+A plain asynchronous class; `actors/engines.py` makes it a Ray actor. Its process environment comes from
 `threads.engine_environment` and must be set before vLLM is imported, which is why vLLM is imported in `start`.
 """
 
@@ -8,11 +8,11 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.process.failures import RunFailure
@@ -29,12 +29,17 @@ from cotrain.records import (
     Window,
 )
 from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
+from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.speculation.measurement import MEASURE_ROUNDS, MEASURE_TRIES, measured_sizes, room_for
 from cotrain.rollout.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.rollout.vllm.arguments import EngineSpec, engine_arguments
 from cotrain.rollout.vllm.engine_death import death_in_words
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 from drafters.base import SamplingParams
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 TIMED_PROMPT_TOKENS = 32
 """Last tokens of each prompt that timed requests begin with. Prefilling more would take most of the time."""
@@ -56,7 +61,7 @@ class RolloutEngine:
         self._batches = self._tapped_bytes = 0
         self._salt: dict[str, str] = {}  # keeps requests from reusing cached prefixes of an older policy version
         self._pausing = asyncio.Lock()  # vLLM does not count pauses: a second pause would end with the first resume
-        self._hold, self._held_since = AsyncExitStack(), 0.0  # set while the engine waits for the policy's weights
+        self._hold, self._held_since = AsyncExitStack(), 0.0  # the pause for the policy's weights, and when it began
         self._before = spec.versions  # the versions before the last update of the drafter
 
     async def start(self) -> None:
@@ -74,12 +79,12 @@ class RolloutEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
-        history = self.spec.rollout.history
+        history, has_drafter = self.spec.rollout.history, self.spec.drafter_folder is not None
         draws = self.spec.rollout.draft_sample_method == "probabilistic"
         index = None if history is None else (history.max_bytes, draws)
-        await self._call("cotrain_start", f"{self.spec.scratch}/kept", self.spec.drafter_folder is not None, index)
+        await self.on_workers(EngineWorker.start, self.spec.scratch, has_drafter, index)
         if history is not None:  # requests that draft from history leave gaps in what the drafter has read
-            await self._reads_prompts(True)
+            await self.on_workers(EngineWorker.read_prompts, True)
         await self._stamp(self.versions)
 
     # -- draft length ------------------------------------------------------------------------------------------------
@@ -97,17 +102,17 @@ class RolloutEngine:
         timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
         room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
         sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
-        await self._reads_prompts(True)
+        await self.on_workers(EngineWorker.read_prompts, True)
         proposers = ["drafter"] if self.spec.drafter_folder is not None else []
         proposers += ["history"] if rollout.history is not None else []
         tables: list[list[list[float]]] = []
         for proposer in proposers:
-            await self._speculation("begin_measuring", proposer)
+            await self.in_scheduler(SpeculationController.begin_measuring, proposer)
             for _ in range(MEASURE_TRIES):
                 await self._time_batches(timed, sampling, rollout.speculation.measure_seconds / len(proposers))
-                if not await self._speculation("contradicts"):
+                if not await self.in_scheduler(SpeculationController.contradicts):
                     break
-            tables.append(await self._speculation("end_measuring"))
+            tables.append(await self.in_scheduler(SpeculationController.end_measuring))
         await self.set_num_speculative_tokens(None)
         return tables[0]
 
@@ -132,24 +137,17 @@ class RolloutEngine:
             raise ValueError(f"draft tokens must be 0..{most}, not {num_speculative_tokens}")
         if not self.spec.speculates:
             return
-        self._chooses = await self._speculation("fix_num_speculative_tokens", num_speculative_tokens)
+        fix = SpeculationController.fix_num_speculative_tokens
+        self._chooses = await self.in_scheduler(fix, num_speculative_tokens)
         # A request for which the drafter proposes nothing now may be drafted for later.
-        await self._reads_prompts(
-            self._chooses or (self.spec.rollout.history is not None and num_speculative_tokens != 0)
-        )
-
-    async def _reads_prompts(self, on: bool) -> None:
-        if self.spec.drafter_folder is not None:
-            await self._call("cotrain_read_prompts", on)
+        has_history = self.spec.rollout.history is not None
+        await self.on_workers(EngineWorker.read_prompts, self._chooses or (has_history and num_speculative_tokens != 0))
 
     async def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
-        return await self._speculation("describe") if self.spec.speculates else "off: nothing proposes draft tokens"
-
-    async def _speculation(self, method: str, *args: Any) -> Any:
-        """Call a method of the speculation controller, which lives in vLLM's scheduler."""
-        async with death_in_words(self._engine):
-            return await self._engine.engine_core.call_utility_async("cotrain_speculation", method, list(args))
+        if not self.spec.speculates:
+            return "off: nothing proposes draft tokens"
+        return await self.in_scheduler(SpeculationController.describe)
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -170,14 +168,14 @@ class RolloutEngine:
             }
             tapped = await self._tap(known)
         if overrides:
-            await self._speculation("begin", False)
+            await self.in_scheduler(SpeculationController.begin, False)
         started = time.perf_counter()
         try:
             outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
         finally:
             seconds = time.perf_counter() - started
             if overrides:
-                await self._speculation("begin")
+                await self.in_scheduler(SpeculationController.begin)
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
         rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
@@ -194,7 +192,7 @@ class RolloutEngine:
 
     async def take_window(self) -> Window:
         """Return what the speculation controller has seen since the last call."""
-        report = await self._speculation("report")
+        report = await self.in_scheduler(SpeculationController.report)
         gain = GainReport(**report["gain"]) if self._chooses else None
         return Window(gain, [StepTotal(*row) for row in report["steps"]])
 
@@ -315,7 +313,7 @@ class RolloutEngine:
         tapped = choose(requests, key, bound, self._row_bytes, self._tapped_bytes)
         self._tapped_bytes += reserved_bytes(tapped, self._row_bytes)
         if tapped:
-            await self._call("cotrain_start_tapping", tapped)
+            await self.on_workers(EngineWorker.start_tapping, tapped)
         return tapped
 
     async def _take_features(
@@ -326,18 +324,15 @@ class RolloutEngine:
             return [], {}
         sequences = {}
         for name, r in rollouts.items():
-            alone, recomputes = self.spec.rollout.history is None, not self._salt
-            drafted = None if alone else drafter_starts(r, recomputes)
+            drafted = None if self.spec.rollout.history is None else drafter_starts(r, recomputes=not self._salt)
             last = r.versions.policy, r.segments[-1].start, r.versions.drafter, drafted
             sequences[name] = (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), *last)
         rollout, serving = self.spec.rollout, self.spec.serving
-        shared: dict[str, Any] = {
-            "sampling": {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)},
-            "aux_layers": list(serving.aux_layers) if serving else [],
-        }
+        sampling = {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)}
+        shared = sampling, list(serving.aux_layers) if serving else []
         # The process id keeps an engine that is started again from overwriting the files of the one before.
         path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(tapped))}.safetensors"
-        stats = await self._call("cotrain_take_features", sequences, f"{path}{PARTIAL}", shared)
+        stats = await self.on_workers(EngineWorker.take_features, sequences, f"{path}{PARTIAL}", *shared)
         self._tapped_bytes -= reserved_bytes(tapped, self._row_bytes)
         if stats["num_rollouts"]:
             os.replace(f"{path}{PARTIAL}", path)
@@ -346,35 +341,31 @@ class RolloutEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def hold(self, keep_kv: bool) -> None:
-        """Make no step until the next `update_policy`, because the learner is going to send weights. keep_kv: see there."""
-        started = time.perf_counter()
+        """Make no step until the next `update_policy`. The learner sends the weights meanwhile. keep_kv: see there."""
+        self._held_since = time.perf_counter()
         async with death_in_words(self._engine):
             await self._hold.enter_async_context(self._paused(not keep_kv))
-        self._held_since = started
 
-    async def transfer(self, method: str, *args: Any) -> None:
-        """Call a method of vLLM's weight transfer, for the learner."""
-        await self._call(method, *args)
-
-    async def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
+    async def update_policy(
+        self, payload: WeightPayload, policy_version: int, keep_kv: bool = False, sent: bool = False
+    ) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and computed again with the new weights.
 
-        After `hold`, the learner has sent the weights, and what is served is only compared with those of the payload. keep_kv:
-        requests in flight continue on the KV cache of the previous policy instead. Raises WeightUpdateRefused with the worker's
+        keep_kv: requests in flight continue on the KV cache of the previous policy instead. sent: the learner has sent the weights
+        since `hold`, and what is served is only compared with those of the payload. Raises WeightUpdateRefused with the worker's
         reason, and the old weights stay. Raises RunFailure when it is not known which weights are served.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
-        action = "compare" if self._held_since else "update"
-        if action == "update":
+        if not sent:
             await self.hold(keep_kv)
-        started, self._held_since = self._held_since, 0.0
         async with death_in_words(self._engine), self._hold.pop_all():
-            await self._weights(False, action, payload.path, payload.digests, policy_version)
+            call = self.on_workers(EngineWorker.update_policy, payload.path, payload.digests, policy_version, sent)
+            await self._weights(call)
             # Still paused, so that the first token after the pause carries the new version.
             await self._stamp(Versions(policy_version, self.versions.drafter))
             self._salt = {"cache_salt": str(policy_version)} if keep_kv else {}
-        return SwapReport(time.perf_counter() - started, payload.num_bytes)
+        return SwapReport(time.perf_counter() - self._held_since, payload.num_bytes)
 
     async def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
@@ -387,38 +378,34 @@ class RolloutEngine:
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
         started = time.perf_counter()
-        await self._weights(True, "update", payload.path, payload.digests)
+        rates = None if expected_rates is None else list(expected_rates)
+        await self._weights(self.on_workers(EngineWorker.update_drafter, payload.path, payload.digests, rates))
         self._before = self.versions
         await self._stamp(Versions(self.versions.policy, drafter_version))
-        await self._new_drafter(None if expected_rates is None else list(expected_rates))
+        await self.in_scheduler(SpeculationController.new_drafter, rates)
         return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Raise WeightUpdateRefused if `update_drafter` would refuse these weights. What is served does not change."""
-        await self._weights(True, "check", payload.path, payload.digests)
+        await self._weights(self.on_workers(EngineWorker.check_drafter, payload.path, payload.digests))
 
     async def undo_drafter_update(self) -> None:
         """Return to the drafter weights and version from before the last `update_drafter`. Call it once at most per update."""
-        await self._weights(True, "undo")
+        await self._weights(self.on_workers(EngineWorker.undo_drafter_update))
         await self._stamp(Versions(self.versions.policy, self._before.drafter))
-        await self._new_drafter(None)
-
-    async def _new_drafter(self, expected_rates: list[float] | None) -> None:
-        await self._speculation("new_drafter", expected_rates)
-        if self.spec.rollout.history is not None:
-            await self._call("cotrain_history", "new_drafter", expected_rates)
+        await self.in_scheduler(SpeculationController.new_drafter, None)
 
     async def _stamp(self, versions: Versions) -> None:
         """Stamp tokens, and rows of the tap, with these versions from now on."""
-        await self._call("cotrain_set_policy_version", versions.policy)
+        await self.on_workers(EngineWorker.set_policy_version, versions.policy)
         async with death_in_words(self._engine):
             await self._engine.update_weight_version(str(versions))
         self.versions = versions
 
-    async def _weights(self, draft: bool, action: str, *args: Any) -> None:
-        """Call a method of the worker's ServedWeights."""
+    async def _weights(self, call: Coroutine[Any, Any, None]) -> None:
+        """Wait for a call of the workers that checks or changes weights."""
         try:
-            await self._call("cotrain_weights", draft, action, *args)
+            await call
         except RunFailure:
             raise
         except Exception as error:  # only the text of a worker's exception arrives here
@@ -428,37 +415,19 @@ class RolloutEngine:
 
     async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         """Return checksums of the named tensors, read back whole; empty for a tensor that is not served as it was sent."""
-        return await self._call("cotrain_served_digests", names, draft)
+        return await self.on_workers(EngineWorker.served_digests, names, draft)
 
-    # -- history -----------------------------------------------------------------------------------------------------
-
-    async def save_history(self, path: str) -> None:
-        """Write the index that this engine drafts from."""
-        await self._call("cotrain_history", "index.save", path)
-
-    async def load_history(self, path: str) -> None:
-        """Draft from the index that `save_history` wrote."""
-        await self._call("cotrain_history", "index.load", path)
-
-    async def forget_history(self) -> None:
-        """Forget all texts of the index."""
-        await self._call("cotrain_history", "index.forget")
-
-    async def take_history_report(self) -> dict[str, Any]:
-        """Return the report of HistoryDrafting since the last call."""
-        return await self._call("cotrain_history", "take_report")
+    # -- history, switches and caches --------------------------------------------------------------------------------
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
         """Add finished rollouts, of this engine or of others, to the history that this engine drafts from, if it has one."""
         if self.spec.rollout.history is not None:
             rows = [(r.prompt_token_ids, r.token_ids) for r in rollouts]
-            await self._call("cotrain_history", "add", rows)
-
-    # -- switches and caches -----------------------------------------------------------------------------------------
+            await self.on_workers(EngineWorker.add_history, rows)
 
     async def set_draft_sample_method(self, method: str) -> None:
         """Draft with this method, greedy or probabilistic, from the next step on."""
-        await self._call("cotrain_set_draft_sample_method", method)
+        await self.on_workers(EngineWorker.set_draft_sample_method, method)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
@@ -471,15 +440,27 @@ class RolloutEngine:
         Requests in flight are preempted and computed again.
         """
         async with death_in_words(self._engine), self._paused(True):
-            await self._call("cotrain_clear_drafter_cache")
+            await self.on_workers(EngineWorker.clear_drafter_cache)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker, on all ranks. Returns the result of rank 0; raises RuntimeError if one failed."""
+    # -- calls into vLLM's processes, the only places where a method becomes a name -----------------------------------
+
+    async def on_workers(
+        self, method: Callable[Concatenate[EngineWorker, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Call a method of EngineWorker on all ranks. Returns the result of rank 0; raises RuntimeError if one failed."""
         async with death_in_words(self._engine):
-            answers = await self._engine.collective_rpc("cotrain_call", args=(method, args))
+            answers = await self._engine.collective_rpc("cotrain_call", args=(method.__name__, args, options))
         if errors := dict.fromkeys(error for _, error in answers if error is not None):
             raise RuntimeError("; ".join(errors))
         return answers[0][0]
+
+    async def in_scheduler(
+        self, method: Callable[Concatenate[SpeculationController, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Call a method of the scheduler's SpeculationController. vLLM can send only plain lists, dictionaries and numbers back."""
+        async with death_in_words(self._engine):
+            call = "cotrain_speculation", method.__name__, list(args), options
+            return await self._engine.engine_core.call_utility_async(*call)
 
     async def shutdown(self) -> None:
         """Stop vLLM and all its processes."""

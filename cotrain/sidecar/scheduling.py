@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partialmethod
 from typing import Any, NamedTuple
 
 from cotrain.rollout.speculation.controller import SpeculationController
@@ -63,8 +63,8 @@ class Decisions:
             self._controller.end_measuring()  # the controller chooses lengths from now on
         return lengths if self._attached and self._on else None
 
-    def stamp(self, output: Any) -> None:
-        """Attach a Stamp to a SchedulerOutput, as its attribute `cotrain`."""
+    def stamp(self, output: Any) -> Stamp:
+        """Return what a SchedulerOutput carries to the worker."""
         publication, self._publication, window, now = self._publication, None, None, time.perf_counter()
         if now - self._reported > REPORT_SECONDS:
             self._reported, window = now, self._controller.report()
@@ -75,7 +75,7 @@ class Decisions:
         finished, self._finished = self._finished, []
         generated = {name: self._requests[name].num_output_tokens for name in self._admission.tapped}
         counts, dropped = dict(self._counts), dict(self._admission.dropped)
-        output.cotrain = Stamp(tapped, generated, finished, publication, window, counts, dropped, self._breaker.off)
+        return Stamp(tapped, generated, finished, publication, window, counts, dropped, self._breaker.off)
 
     def observe(self, output: Any, sampled: Any) -> None:
         """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end."""
@@ -122,25 +122,28 @@ class HostScheduling(WatchedScheduler):
         self._cotrain_breaker = Breaker()
         self._cotrain = self._cotrain_breaker.call(Decisions, self.cotrain_spool, self, self._cotrain_breaker)
 
-    def _ask(self, what: str, *args: Any) -> Any:
-        return None if self._cotrain is None else self._cotrain_breaker.call(getattr(self._cotrain, what), *args)
+    def _ask(self, decide: Callable[..., Any], *args: Any) -> Any:
+        return None if self._cotrain is None else self._cotrain_breaker.call(decide, self._cotrain, *args)
 
     def cotrain_choose_lengths(self) -> None:
-        lengths, most = self._ask("draft_lengths"), self.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
+        lengths, most = self._ask(Decisions.draft_lengths), self.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
         self.dynamic_sd_lookup = [0] * (most + 1) if lengths is None or self._cotrain_breaker.off else lengths
 
-    def cotrain_stamp(self, output: Any) -> None:
+    def cotrain_stamp(self, output: Any) -> Stamp | None:
         self._cotrain_length = output.num_spec_tokens_to_schedule
-        self._ask("stamp", output)
+        return self._ask(Decisions.stamp, output)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Cut drafts to the length of the step. Model runner V2 drafts the most before vLLM 0.32, or if it cannot be watched."""
         draft_token_ids.draft_token_ids = [ids[: self._cotrain_length] for ids in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
-    cotrain_observe = partialmethod(_ask, "observe")
-    cotrain_pause = partialmethod(_ask, "pause")
+    def cotrain_observe(self, output: Any, sampled: Any) -> None:
+        self._ask(Decisions.observe, output, sampled)
+
+    def cotrain_pause(self) -> None:
+        self._ask(Decisions.pause)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._ask("finish", request)
+        self._ask(Decisions.finish, request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]

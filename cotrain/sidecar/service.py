@@ -185,8 +185,8 @@ class DrafterService:
         publisher, batch, step = self._publisher, self._intake.take(), self._state.step + 1
         versions = Versions(max(rollout.versions.policy for rollout in batch.rollouts), publisher.serving.version)
         newest = self._trainer.drafter_version
-        publisher.serves_only(r.versions for r in batch.rollouts if r.versions.drafter <= newest)
-        outcome = publisher.evaluate(step, batch, versions)
+        seen = {r.versions for r in batch.rollouts if r.versions.drafter <= newest}
+        outcome = publisher.evaluate(step, batch, versions, seen)
         self._pending = (step, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
         seconds, self._ended = time.monotonic() - self._ended, time.monotonic()

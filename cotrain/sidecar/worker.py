@@ -17,7 +17,7 @@ from vllm.config import set_current_vllm_config
 from cotrain.records import Versions
 from cotrain.rollout.vllm import cpu
 from cotrain.rollout.vllm.hooks import DraftingHook, sample_plainly_without_drafts
-from cotrain.rollout.vllm.interface import wrap
+from cotrain.rollout.vllm.interface import attached, wrap
 from cotrain.rollout.vllm.model_runner_v2 import SpeculatorHook
 from cotrain.rollout.vllm.weight_transfer import ServedWeights
 from cotrain.sidecar.breaker import Breaker
@@ -78,7 +78,7 @@ class WorkerSidecar:
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.finish()  # part of the host's own load of weights, so its errors are the host's
-        stamp: Stamp | None = getattr(scheduler_output, "cotrain", None)
+        stamp: Stamp | None = attached(scheduler_output)
         self._hook.draft_length = None if stamp is None else scheduler_output.num_spec_tokens_to_schedule
         if stamp is not None:
             self._breaker.call(self._take, stamp, scheduler_output)

@@ -68,8 +68,7 @@ class Producer:
     ):
         self._config, self._engines, self._rewards, self._prompts = config, engines, rewards, prompts
         self._reactor, self._events = reactor, events
-        self.taps = False
-        """Whether engines keep the hidden states of the groups that are dispatched from now on."""
+        self._taps = False
         self._results: dict[int, GroupResult] = {}
         self._queue: deque[Group] = deque()
         self._scoring: deque[tuple[int, Any]] = deque()  # the scorer works on them one by one
@@ -99,8 +98,9 @@ class Producer:
 
     # -- what a step does ---------------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Admit a group for each free slot, and dispatch those that the engines have room for."""
+    def admit(self, taps: bool) -> None:
+        """Admit a group for each free slot, and dispatch groups while engines have room. taps: whether those are tapped."""
+        self._taps = taps
         begins = []
         for group in self.ledger.admit():
             if group.number in self._saved:
@@ -211,7 +211,7 @@ class Producer:
         for group in groups:
             self.ledger.move(group.number, "dispatched")
             self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
-        reference = self._engines.begin_generate(engine, requests, self.taps)
+        reference = self._engines.begin_generate(engine, requests, self._taps)
         numbers = [group.number for group in groups]
         self._reactor.add(
             reference, partial(self._finished, engine, numbers), partial(self._engine_died, engine, numbers)

@@ -18,6 +18,7 @@ from pathlib import Path
 from cotrain.config.load import load_config
 from cotrain.records import RolloutRequest
 from cotrain.rollout.engine import RolloutEngine
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.run.console import duration
 from cotrain.run.provenance import machine
 from pipelines import engines
@@ -180,7 +181,7 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
     for round_ in range(-1, rounds):  # round -1 warms up: kernels, allocator and caches of every batch size
         for name in FROM_HISTORY:
             if round_ == 0 and name in running:
-                await running[name].forget_history()
+                await running[name].on_workers(EngineWorker.forget_history)
         for batch in batches:
             of_round: list[Turn] = []
             began = time.monotonic()
@@ -207,8 +208,9 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
         await engine.set_draft_sample_method(DRAFTED[arm.method])
     await engine.reset_prefix_cache()
     await engine.take_window()
+    take_report = EngineWorker.take_history_report
     if arm.method in FROM_HISTORY:
-        await engine.take_history_report()
+        await engine.on_workers(take_report)
     generated = await engine.generate(bench.requests(batch, round_, group), tap=False)
     num_tokens = generated.num_generated_tokens - batch
     timed_tokens, seconds = num_tokens, engine.decode_seconds
@@ -216,7 +218,7 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     steps = [s for s in (await engine.take_window()).steps if s.batch == batch and s.kind != "prompts"]
     if equal_lengths and steps:
         timed_tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
-    reported = await engine.take_history_report() if arm.method in FROM_HISTORY else {"counts": {}}
+    reported = await engine.on_workers(take_report) if arm.method in FROM_HISTORY else {"counts": {}}
     counts = generated.speculation
     num_drafts = counts.num_drafts if counts else 0
     accepted = counts.accepted_per_position[: arm.num_speculative_tokens] if counts else ()

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
@@ -100,8 +100,7 @@ def train(config: RunConfig, resume: bool) -> int:
         console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
         records = Records(metrics, decisions, events, steps, tracker, console)
         controller = Controller(config, run_dir, roles, Prompts(task, order, tokenizer), records, state)
-        controller.stop_requested = stack.enter_context(two_stage_stop(console.say, "step"))
-        finished = _run(controller, run_dir)
+        finished = _run(controller, run_dir, stack.enter_context(two_stage_stop(console.say, "step")))
         check = _final_check(controller) if finished else None
         _finish(controller, finished, check)
         return 0 if check is None or check.passed else 1
@@ -142,10 +141,10 @@ def _start_tracking(
     return future
 
 
-def _run(controller: "Controller", run_dir: RunDir) -> bool:
+def _run(controller: "Controller", run_dir: RunDir, stop_requested: Callable[[], bool]) -> bool:
     """Run the controller. A failure gets advice on how to continue unless it has some, and a full disk is named as the cause."""
     try:
-        return controller.run()
+        return controller.run(stop_requested)
     except Exception as error:
         if "--resume" in str(error):
             raise

@@ -178,8 +178,7 @@ TOKENIZER = SimpleNamespace(
 
 def go(controller: Controller, until: int) -> list[dict[str, Any]]:
     """Steps up to `until`; the rows without what a clock decides."""
-    controller.stop_requested = lambda: controller.step >= until
-    controller.run()
+    controller.run(lambda: controller.step >= until)
     rows = read_rows(controller.run_dir.metrics)
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "idle/"))} for row in rows]
 

@@ -285,8 +285,7 @@ def test_what_cannot_be_saved_ends_the_run_before_its_first_step(start: Any, mon
         go(controller, 2)
     monkeypatch.undo()
     assert list(controller.run_dir.checkpoints.iterdir()) == []
-    controller.stop_requested = lambda: True
-    controller.run()
+    controller.run(lambda: True)
     assert list(controller.run_dir.checkpoints.iterdir()) == [], "what was tried is no checkpoint"
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.rollout.speculation.controller import Plan
 from cotrain.rollout.speculation.served_acceptance import Choice
+from cotrain.rollout.vllm.interface import attach, attached
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.rollout.vllm.worker_extension import CotrainWorker
 from drafters.suffix.index import Draft
 
@@ -24,34 +27,38 @@ OF_ANOTHER_REQUEST = "drafters_law_of_another_request"
 """The same, and the drafter's tokens of a request come with its laws of the request before."""
 
 
-class PlantingWorker(CotrainWorker):
+class Planting(EngineWorker):
     """A worker whose index lies about its drafts on request."""
 
-    def cotrain_plant(self, fault: str | None) -> None:
+    def plant(self, fault: str | None) -> None:
         """Take out what was planted before, then plant this one; None leaves the worker clean."""
-        history = self._cotrain_history
+        history, runner = self.history, self.worker.model_runner
         index = history.index
         index.__dict__.pop("draft", None)
         for name in ("_choose", "_hand_over_laws"):
             history.__dict__.pop(name, None)
-        self.model_runner.propose_draft_token_ids = history._hooked
+        runner.propose_draft_token_ids = history._hooked
         if fault == PRICES:
-            self.model_runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
+            runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
         elif fault in (LENGTHS, OF_ANOTHER_REQUEST):
-            most = self.model_runner.num_spec_tokens
+            most = runner.num_spec_tokens
             history._choose = functools.partial(_in_turn, history._is_alone, most, itertools.count())
             if fault == OF_ANOTHER_REQUEST:
-                history._hand_over_laws = functools.partial(_rolled, self.model_runner, history._hand_over_laws)
+                history._hand_over_laws = functools.partial(_rolled, runner, history._hand_over_laws)
         elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
 
 
+class PlantingWorker(CotrainWorker):
+    cotrain_worker = functools.cached_property(Planting)
+
+
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
-    plan = scheduler_output.cotrain_plan
+    plan: Plan = attached(scheduler_output)
     if plan.ratios is not None:
         ratios = {proposer: [1 + k / 3 for k in range(len(of_it))] for proposer, of_it in plan.ratios.items()}
-        scheduler_output.cotrain_plan = plan._replace(ratios=ratios)
+        attach(scheduler_output, plan._replace(ratios=ratios))
     return propose(scheduler_output, *rest)
 
 

@@ -13,6 +13,7 @@ from cotrain.models.loading import resolve_model
 from cotrain.models.tiny import VOCAB_SIZE, byte_tokenizer
 from cotrain.process.scratch import scratch_folder
 from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters
 from cotrain.transport.payload import WeightUpdateRefused, digest
@@ -97,7 +98,7 @@ def test_one_switched_on_in_mid_request_has_read_what_came_before(target: Target
     draft_lengths(live, K, 0)
     for reads in (True, False):
         live.run(live.engine.clear_drafter_cache())
-        live.run(live.engine._engine.collective_rpc("cotrain_read_prompts", args=(reads,)))
+        live.run(live.engine.on_workers(EngineWorker.read_prompts, reads))
         shares[reads], number = share_equal(accepted_at(live, 50, undrafted=21), reference)
         assert number >= 20
     assert shares[True] > 0.95

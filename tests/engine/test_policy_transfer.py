@@ -23,6 +23,7 @@ from cotrain.process.calls import begin
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions, WeightPayload
 from cotrain.rollout.engine import RolloutEngine
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.nodes import Nodes
 from cotrain.transport.payload import write_payload
 from drafters.base import Drafter
@@ -90,8 +91,8 @@ def compare_all(roles: tuple[RolloutEngines, Policy, Nodes, Any], folder: Path) 
     learner.save(folder)
     whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
-        looks = whole.path, whole.digests, turn
-        at._ask((0, 1), lambda e, looks=looks: begin(e, RolloutEngine._weights, False, "compare", *looks))
+        looks = whole.path, whole.digests, turn, True
+        at._ask((0, 1), lambda e, looks=looks: begin(e, RolloutEngine.on_workers, EngineWorker.update_policy, *looks))
     return whole
 
 

@@ -13,8 +13,10 @@ import torch
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest
+from cotrain.rollout.speculation.controller import SpeculationController
 from cotrain.rollout.speculation.measurement import MEASURE_TRIES
 from cotrain.rollout.vllm.arguments import EngineSpec
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine import drafter_calls
@@ -52,8 +54,8 @@ def fix(live: LiveEngine, num_speculative_tokens: int | None) -> None:
 def draft_lengths(live: LiveEngine, *by_batch: int) -> None:
     """Choose them by batch size from 1 on, the last one for all above."""
     table = [by_batch[min(batch, len(by_batch)) - 1] for batch in range(1, MAX_BATCH + 1)]
-    live.run(live.engine._speculation("__setattr__", "_chosen", table))
-    live.run(live.engine._speculation("__setattr__", "_fixed", None))
+    live.run(live.engine.in_scheduler(SpeculationController.__setattr__, "_chosen", table))
+    live.run(live.engine.in_scheduler(SpeculationController.__setattr__, "_fixed", None))
 
 
 def drafted(batch: RolloutBatch) -> list[list[int]]:
@@ -156,8 +158,10 @@ def gain_of(live: LiveEngine) -> GainReport | None:
 
 def steps_of(live: LiveEngine) -> tuple[RolloutBatch, list[list[int]]]:
     """A batch of four, and of each of its engine steps: does it compute prompts, and how often did the drafter run?"""
-    live.run(live.engine._call("cotrain_take_steps"))
-    return live.generate(make_requests(4), tap=False), live.run(live.engine._call("cotrain_take_steps"))
+    live.run(live.engine.on_workers(drafter_calls.Counting.take_steps))
+    return live.generate(make_requests(4), tap=False), live.run(
+        live.engine.on_workers(drafter_calls.Counting.take_steps)
+    )
 
 
 def test_at_a_fixed_0_the_drafter_never_runs(adaptive: LiveEngine) -> None:
@@ -173,7 +177,7 @@ def test_at_a_fixed_0_the_drafter_never_runs(adaptive: LiveEngine) -> None:
 
 def test_where_speculation_may_come_back_the_drafter_reads_prompts_and_nothing_else(adaptive: LiveEngine) -> None:
     fix(adaptive, 0)
-    adaptive.run(adaptive.engine._engine.collective_rpc("cotrain_read_prompts", args=(True,)))
+    adaptive.run(adaptive.engine.on_workers(EngineWorker.read_prompts, True))
     batch, steps = steps_of(adaptive)
     assert batch.speculation is not None and batch.speculation.num_drafts == 0
     assert {prompts for prompts, _ in steps} == {0, 1}
@@ -207,16 +211,16 @@ def share_equal(found: list[dict[int, int]], reference: list[dict[int, int]]) ->
 
 def test_a_drafter_switched_on_in_mid_request_knows_what_came_before(adaptive: LiveEngine) -> None:
     """It accepts as much, place for place, as one that was on all the time; without what it missed it does not."""
-    worker = adaptive.engine._engine.collective_rpc
+    on_workers = adaptive.engine.on_workers
     adaptive.run(adaptive.engine.clear_drafter_cache())
     draft_lengths(adaptive, K)
     reference = accepted_at(adaptive, 50, undrafted=1)
     adaptive.run(adaptive.engine.clear_drafter_cache())
     draft_lengths(adaptive, K, 0)
-    adaptive.run(worker("cotrain_read_prompts", args=(True,)))
+    adaptive.run(on_workers(EngineWorker.read_prompts, True))
     share, number = share_equal(accepted_at(adaptive, 50, undrafted=21), reference)
     adaptive.run(adaptive.engine.clear_drafter_cache())
-    adaptive.run(worker("cotrain_read_prompts", args=(False,)))
+    adaptive.run(on_workers(EngineWorker.read_prompts, False))
     share_without, _ = share_equal(accepted_at(adaptive, 50, undrafted=21), reference)
     assert number >= 20
     assert share > 0.95

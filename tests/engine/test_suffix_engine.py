@@ -12,12 +12,12 @@ from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
 from cotrain.rollout.acceptance_stats import drafter_counts, drafter_starts, total_counts
-from cotrain.rollout.speculation.controller import Step
+from cotrain.rollout.speculation.controller import SpeculationController, Step
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.features import read_shard
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
-from tests.engine.planted_drafts import FAULTS, LENGTHS, OF_ANOTHER_REQUEST, PRICES
+from tests.engine.planted_drafts import FAULTS, LENGTHS, OF_ANOTHER_REQUEST, PRICES, Planting
 from tests.engine.test_sampling import NUM_SAMPLES, Laws, laws, p_values, samples  # noqa: F401
 
 pytestmark = pytest.mark.engine
@@ -49,7 +49,7 @@ def historian(
 
 
 def counts(live: LiveEngine) -> dict[str, int]:
-    return live.run(live.engine.take_history_report())["counts"]
+    return live.run(live.engine.on_workers(Planting.take_history_report))["counts"]
 
 
 def assert_history_was_right(live: LiveEngine) -> None:
@@ -68,9 +68,9 @@ def test_greedy_text_is_that_of_no_speculation_with_and_without_a_history(histor
         batch = historian.greedy(requests, tap=False)
         assert tokens(batch) == plain
     assert_history_was_right(historian)  # the same texts have been generated before
-    historian.run(historian.engine._call("cotrain_plant", LENGTHS))
+    historian.run(historian.engine.on_workers(Planting.plant, LENGTHS))
     assert tokens(historian.greedy(requests, tap=False)) == plain
-    historian.run(historian.engine._call("cotrain_plant", None))
+    historian.run(historian.engine.on_workers(Planting.plant, None))
     found = counts(historian)
     assert found["history/accepted_tokens"] > 0.9 * found["history/drafted_tokens"] > 50
 
@@ -105,9 +105,9 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     historian.run(historian.engine.set_num_speculative_tokens(3))
     samples(historian, number=512, temperature=1.0)
     counts(historian)
-    historian.run(historian.engine._call("cotrain_plant", LENGTHS))
+    historian.run(historian.engine.on_workers(Planting.plant, LENGTHS))
     sampled, speculation = samples(historian, seeded=False, temperature=1.0)
-    historian.run(historian.engine._call("cotrain_plant", None))
+    historian.run(historian.engine.on_workers(Planting.plant, None))
     by_proposer = counts(historian)
     assert speculation.accepted_per_position[1] > NUM_SAMPLES / 50
     assert by_proposer["history/accepted_tokens"] > NUM_SAMPLES / 50
@@ -130,9 +130,9 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     indirect=["historian"],
 )
 def test_planted_faults_change_the_law(historian: LiveEngine, laws: Laws, fault: str) -> None:  # noqa: F811
-    historian.run(historian.engine._call("cotrain_plant", fault))
+    historian.run(historian.engine.on_workers(Planting.plant, fault))
     sampled, _ = samples(historian, seeded=False, temperature=1.0)
-    historian.run(historian.engine._call("cotrain_plant", None))
+    historian.run(historian.engine.on_workers(Planting.plant, None))
     assert min(p_values(laws, sampled, 1.0, -1)) < 1e-4
 
 
@@ -140,11 +140,11 @@ def test_a_saved_history_is_taken_over(historian: LiveEngine, tmp_path: Path) ->
     path = str(tmp_path / "history.safetensors")
     requests = make_requests(4, seed=11)
     historian.greedy(requests, tap=False)
-    historian.run(historian.engine.save_history(path))
-    historian.run(historian.engine.forget_history())
+    historian.run(historian.engine.on_workers(Planting.save_history, path))
+    historian.run(historian.engine.on_workers(Planting.forget_history))
     counts(historian)
-    assert historian.run(historian.engine.take_history_report())["state"]["history/tokens"] == 0
-    historian.run(historian.engine.load_history(path))
+    assert historian.run(historian.engine.on_workers(Planting.take_history_report))["state"]["history/tokens"] == 0
+    historian.run(historian.engine.on_workers(Planting.load_history, path))
     historian.greedy(requests, tap=False)
     assert_history_was_right(historian)
 
@@ -153,7 +153,7 @@ def test_rollouts_of_another_engine_are_drafted_from(historian: LiveEngine) -> N
     requests = make_requests(4, seed=29)
     historian.run(historian.engine.set_num_speculative_tokens(0))
     batch = historian.greedy(requests, tap=False)
-    historian.run(historian.engine.forget_history())
+    historian.run(historian.engine.on_workers(Planting.forget_history))
     historian.run(historian.engine.add_history(batch.rollouts))
     historian.run(historian.engine.set_num_speculative_tokens(3))
     counts(historian)
@@ -168,7 +168,7 @@ def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
     """What the drafter before it had accepted says nothing of the new one."""
     requests = make_requests(16, seed=31)
     historian.run(historian.engine.set_num_speculative_tokens(3))
-    historian.run(historian.engine.forget_history())
+    historian.run(historian.engine.on_workers(Planting.forget_history))
     historian.send_drafter(untrained_drafter.state_for_serving())
     historian.generate(requests, tap=False)
     counts(historian)
@@ -209,7 +209,7 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
     requests = make_requests(8, seed=41)
     engine = historian.engine
     assert historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
-    _, ratios, _ = historian.run(engine._speculation("plan", 1))
+    _, ratios, _ = historian.run(engine.in_scheduler(SpeculationController.plan, 1))
     assert ratios["history"][3] < ratios["drafter"][3], "three passes of the drafter are left out"
     for _ in range(2):
         historian.greedy(requests, tap=False)
@@ -217,7 +217,7 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
     async def steps_of_repeated_text() -> set[bool]:
         task, seen = asyncio.create_task(engine.generate(requests, tap=False, temperature=0.0, seed=None)), set()
         while not task.done():
-            step = await engine._speculation("__getattribute__", "_before")
+            step = await engine.in_scheduler(SpeculationController.__getattribute__, "_before")
             seen |= {Step(*step).has_passes} if step else set()
         await task
         return seen
@@ -231,11 +231,11 @@ def test_measured_steps_give_each_request_a_length_of_its_own(historian: LiveEng
     requests = make_requests(8, seed=37)
     assert historian.run(historian.engine.time_draft_lengths([requests[0].prompt_token_ids]))
     assert historian.run(historian.engine.describe_speculation()) == "k=0 to 3, chosen for each request"
-    historian.run(historian.engine._call("cotrain_plant", PRICES))
+    historian.run(historian.engine.on_workers(Planting.plant, PRICES))
     counts(historian)
     for _ in range(3):
         historian.generate(requests, tap=False)
     found = counts(historian)
-    historian.run(historian.engine._call("cotrain_plant", None))
+    historian.run(historian.engine.on_workers(Planting.plant, None))
     assert 1 < found["history/drafted_tokens"] / found["history/drafts"] < 2.9
     historian.run(historian.engine.set_num_speculative_tokens(3))

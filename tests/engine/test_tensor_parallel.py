@@ -1,6 +1,7 @@
 """An engine of two tensor-parallel ranks. Both hold the only head of keys and values of target and drafter."""
 
 import copy
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.rollout.tap_admission import TapRequest
 from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.rollout.vllm.weight_transfer import of_all_ranks
+from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.rollout.vllm.worker_extension import CotrainWorker
 from cotrain.transport.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
@@ -39,20 +41,21 @@ State = dict[str, torch.Tensor]
 HEAD = "lm_head.weight"
 
 
-class FaultyWorker(CotrainWorker):
+class Faulty(EngineWorker):
     """A worker whose other ranks tap too, and which gets faults on one rank."""
 
-    def cotrain_start_tapping(self, requests: dict[str, tuple[str, int, int]]) -> None:
-        self._cotrain_hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
+    def start_tapping(self, requests: dict[str, TapRequest]) -> None:
+        self.hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
-    def cotrain_take_features(self, rollouts: dict, path: str, shared: dict[str, Any]) -> Any:
-        return super().cotrain_take_features(rollouts, f"{path}.{self.rank}" if self.rank else path, shared)
+    def take_features(self, rollouts: dict, path: str, *shared: Any) -> Any:
+        rank = self.worker.rank
+        return super().take_features(rollouts, f"{path}.{rank}" if rank else path, *shared)
 
-    def cotrain_change_row(self, rank: int, draft: bool, module: str) -> None:
+    def change_row(self, rank: int, draft: bool, module: str) -> None:
         """This rank serves the last row of its part of a matrix with the other sign; a second call takes that back."""
-        if self.rank != rank:
+        if self.worker.rank != rank:
             return
-        place = self._cotrain_weights[draft].model.get_submodule(module)
+        place = self.weights[draft].model.get_submodule(module)
         if place.weight.numel():
             place.weight.data[-1] *= -1
         if (packed := getattr(place, "cpu_linear", None)) is None:
@@ -66,25 +69,29 @@ class FaultyWorker(CotrainWorker):
         changed.original = packed
         place.cpu_linear = getattr(packed, "original", changed)
 
-    def cotrain_load_wrongly_once(self, rank: int, draft: bool, name: str) -> None:
+    def load_wrongly_once(self, rank: int, draft: bool, name: str) -> None:
         """The next load puts something else into this rank's part of a tensor."""
-        model = self._cotrain_weights[draft].model
+        model = self.weights[draft].model
         load = model.load_weights
 
         def load_wrongly(tensors: Any) -> Any:
             del model.load_weights
-            return load((n, t + 1 if n == name and self.rank == rank else t) for n, t in tensors)
+            return load((n, t + 1 if n == name and self.worker.rank == rank else t) for n, t in tensors)
 
         model.load_weights = load_wrongly
 
-    def cotrain_fail(self, rank: int) -> None:
-        if self.rank == rank:
+    def fail(self, rank: int) -> None:
+        if self.worker.rank == rank:
             raise OSError(f"no space left on rank {rank}")
 
-    def cotrain_kept(self) -> list[list[str]]:
+    def kept(self) -> list[list[str]]:
         """Names of the files that each rank keeps."""
-        folder = self._cotrain_weights[False]._kept.parent
+        folder = self.weights[False]._kept.parent
         return of_all_ranks(sorted(f"{folder.name}/{path.name}" for path in folder.iterdir()))
+
+
+class FaultyWorker(CotrainWorker):
+    cotrain_worker = functools.cached_property(Faulty)
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +231,9 @@ def test_a_row_that_changes_on_one_rank_is_seen(live: LiveEngine, policies: list
     for draft, module, name in cases:
         state = (drafters if draft else policies)[0]
         for rank in (1, 0):
-            live.run(live.engine._call("cotrain_change_row", rank, draft, module))
+            live.run(live.engine.on_workers(Faulty.change_row, rank, draft, module))
             assert differing(live, state, draft) == [name]
-            live.run(live.engine._call("cotrain_change_row", rank, draft, module))
+            live.run(live.engine.on_workers(Faulty.change_row, rank, draft, module))
     assert differing(live, policies[0], False) == differing(live, drafters[0], True) == []
 
 
@@ -236,7 +243,7 @@ def test_what_one_rank_refuses_is_served_by_none(
 ) -> None:
     before = tokens(live.greedy(make_requests(8)))
     for draft, states, name in ((False, policies, "model.layers.2.mlp.down_proj.weight"), (True, drafters, HEAD)):
-        live.run(live.engine._call("cotrain_load_wrongly_once", rank, draft, name))
+        live.run(live.engine.on_workers(Faulty.load_wrongly_once, rank, draft, name))
         message = rf"update undone: rank {rank}: served weights differ from those sent: \['{name}'\]$"
         with pytest.raises(WeightUpdateRefused, match=message):
             (live.send_drafter if draft else live.send_policy)(states[1])
@@ -264,12 +271,12 @@ def test_a_drafter_is_taken_back_on_both_ranks(live: LiveEngine, drafters: list[
     live.run(live.engine.undo_drafter_update())
     assert differing(live, drafters[0], True) == []
     assert live.greedy(make_requests(8)).speculation.acceptance_length > 1.3
-    files = live.run(live.engine._call("cotrain_kept"))
+    files = live.run(live.engine.on_workers(Faulty.kept))
     assert files == [[f"rank_{rank}/{name}.safetensors" for name in ("drafter", "target")] for rank in (0, 1)]
 
 
 def test_a_call_that_fails_on_one_rank_leaves_no_answer_to_the_next(live: LiveEngine, drafters: list[State]) -> None:
     for rank in (0, 1):
         with pytest.raises(RuntimeError, match=f"^no space left on rank {rank}$"):
-            live.run(live.engine._call("cotrain_fail", rank))
+            live.run(live.engine.on_workers(Faulty.fail, rank))
         assert differing(live, drafters[0], True) == []

@@ -5,7 +5,7 @@ It decides from batch size, step times and acceptance so far, before any token o
 change the distribution of the emitted tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -55,6 +55,15 @@ class Plan(NamedTuple):
     """t_k / t_0 [K+1] of each proposer at this batch size. None if all requests have the same length: while it is fixed or measured."""
     probes: bool
     """Whether this step drafts with another proposer, or more, than is worth the most."""
+
+
+class Proposed(NamedTuple):
+    """What the scheduler has to know of the drafts that HistoryDrafting sends it."""
+
+    has_passes: bool
+    """Whether the drafter ran."""
+    from_history: Set[str]
+    """Requests whose drafts come from history."""
 
 
 @dataclass

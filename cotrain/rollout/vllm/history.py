@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cotrain.rollout.speculation.controller import Plan
+from cotrain.rollout.speculation.controller import Plan, Proposed
 from cotrain.rollout.speculation.served_acceptance import Choice, ServedAcceptance
 from cotrain.rollout.speculation.step_costs import ratio_at
+from cotrain.rollout.vllm.interface import attach, attached
 from drafters.suffix.index import Draft, SuffixIndex, key_of
 
 MATCHES = (2, 4, 8, 16)
@@ -54,7 +55,7 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
         """is_alone: without a drafter, where vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; may change."""
         self.index = index
-        self._plan = Plan("", None, False)
+        self._plan: Plan = Plan("", None, False)
         self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
         self._take, self._has_passes = model_runner.take_draft_token_ids, not is_alone
         self._is_alone, self.draws = is_alone, draws
@@ -85,7 +86,7 @@ class HistoryDrafting:
 
     def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
         runner, k = self._runner, scheduler_output.num_spec_tokens_to_schedule
-        self._plan = scheduler_output.cotrain_plan
+        self._plan = attached(scheduler_output)
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
         self._learn(scheduler_output, dict(zip(request_ids, texts, strict=True)))
@@ -212,9 +213,9 @@ class HistoryDrafting:
 
     def _take_draft_token_ids(self) -> Any:
         taken = self._take()
-        if taken is not None:  # the scheduler reads it
-            taken.cotrain_passes = self._has_passes
-            taken.cotrain_from_history = {name for name, asked in self._asked.items() if asked.match is not None}
+        if taken is not None:
+            of_history = {name for name, asked in self._asked.items() if asked.match is not None}
+            attach(taken, Proposed(self._has_passes, of_history))
         return taken
 
     def _of_model(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, longest: int) -> Any:

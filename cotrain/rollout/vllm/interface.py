@@ -159,6 +159,16 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped)
 
 
+def attach(carrier: Any, record: object) -> None:
+    """Let an object of vLLM's carry a record of ours to where vLLM sends it: with a step to the workers, or with drafts back."""
+    carrier.cotrain = record
+
+
+def attached(carrier: Any) -> Any:
+    """Return the record that an object of vLLM's carries, or None."""
+    return getattr(carrier, "cotrain", None)
+
+
 def moved() -> list[str]:
     """Return what is not as in KNOWN_VERSION: what was expected and what is there. Imports vLLM, which takes 6 s."""
     from vllm.platforms import current_platform

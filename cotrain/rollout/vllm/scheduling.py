@@ -8,7 +8,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from cotrain.process.children import follow_parent
-from cotrain.rollout.speculation.controller import SpeculationController, Step
+from cotrain.rollout.speculation.controller import Plan, Proposed, SpeculationController, Step
+from cotrain.rollout.vllm.interface import attach, attached
 
 
 class WatchedScheduler:
@@ -25,7 +26,7 @@ class WatchedScheduler:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.cotrain_choose_lengths()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self.cotrain_stamp(output)
+        attach(output, self.cotrain_stamp(output))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -48,8 +49,9 @@ class WatchedScheduler:
     def cotrain_choose_lengths(self) -> None:
         self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
 
-    def cotrain_stamp(self, output: Any) -> None:
-        """Add to a SchedulerOutput what the worker has to know of the step."""
+    def cotrain_stamp(self, output: Any) -> object:
+        """Return the record that a SchedulerOutput carries: what the worker has to know of the step."""
+        return None
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
         """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
@@ -70,15 +72,15 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
         follow_parent()
         super().cotrain_start()
 
-    def cotrain_stamp(self, output: Any) -> None:
+    def cotrain_stamp(self, output: Any) -> Plan:
         # HistoryDrafting reads it in the worker, which knows each request's match.
-        output.cotrain_plan = self.controller.plan(max(1, len(output.num_scheduled_tokens)))
+        return self.controller.plan(max(1, len(output.num_scheduled_tokens)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        if not getattr(draft_token_ids, "cotrain_passes", True):  # see HistoryDrafting
+        proposed: Proposed = attached(draft_token_ids) or Proposed(True, frozenset())
+        if not proposed.has_passes:
             self.controller.left_passes_out()
-        found: set[str] = getattr(draft_token_ids, "cotrain_from_history", set())
-        self.cotrain_from_history = self.cotrain_from_history.difference(draft_token_ids.req_ids) | found
+        self.cotrain_from_history = self.cotrain_from_history - {*draft_token_ids.req_ids} | proposed.from_history
         super().update_draft_token_ids(draft_token_ids)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -95,9 +97,9 @@ class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
     while one runs, so the time of a step is still the time between two calls of `schedule`."""
 
 
-def _call_controller(core: Any, method: str, args: list[Any]) -> Any:
-    """Call a controller's method between two engine steps. vLLM can send only plain lists and numbers back as its result."""
-    return getattr(core.scheduler.controller, method)(*args)
+def _call_controller(core: Any, method: str, args: list[Any], options: dict[str, Any]) -> Any:
+    """Call a method of the SpeculationController between two engine steps, for RolloutEngine.in_scheduler."""
+    return getattr(core.scheduler.controller, method)(*args, **options)
 
 
 # vLLM's "utility" calls look methods of the engine core up by name; it has no hook to add one.

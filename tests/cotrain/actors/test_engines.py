@@ -1,5 +1,6 @@
 """Several rollout engines as one: what they serve together, and how their figures add up. Actors are stand-ins."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,9 @@ class Engine:
         self._note("undo")
         self.served.pop()
 
-    def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool = False) -> SwapReport:
+    def update_policy(
+        self, payload: WeightPayload, version: int, keep_kv: bool = False, sent: bool = False
+    ) -> SwapReport:
         self._note(f"{payload.path} p{version}")
         return SwapReport(1.0, payload.num_bytes)
 
@@ -49,6 +52,9 @@ class Engine:
 
     def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
         return self.digests
+
+    def on_workers(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
 
     def add_history(self, rollouts: list[str]) -> None:
         self._note(f"add {rollouts}")

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import pkgutil
 import queue
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,7 +133,7 @@ def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Pa
 
 
 class Failing(RolloutEngine):
-    """An engine that lives, and whose requests fail. It notes its calls of the scheduler and of the worker."""
+    """An engine that lives, and whose requests fail. It notes its calls of the scheduler."""
 
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
@@ -142,12 +143,8 @@ class Failing(RolloutEngine):
     async def _run(self, *_: object, **options: object) -> list[object]:
         raise RuntimeError("a request was refused")
 
-    async def _speculation(self, method: str, *args: object) -> None:
-        self.calls.append((method, *args))
-
-    async def _call(self, method: str, *args: object) -> object:
-        self.calls.append((method, *args))
-        return {"num_rollouts": 0}
+    async def in_scheduler(self, method: Callable[..., object], *args: object) -> None:
+        self.calls.append((method.__name__, *args))
 
 
 def test_the_controller_learns_again_after_a_call_that_failed(tmp_path: Path) -> None:
@@ -163,12 +160,12 @@ def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monke
     engine = Failing(spec_of(tmp_path))
     written: list[Path] = []
 
-    async def take(method: str, sequences: object, path: str, shared: object) -> dict[str, float]:
+    async def take(method: object, sequences: object, path: str, *shared: object) -> dict[str, float]:
         written.append(Path(path))
         Path(path).write_text("features")
         return {"num_rollouts": 1}
 
-    monkeypatch.setattr(engine, "_call", take)
+    monkeypatch.setattr(engine, "on_workers", take)
     rollout = Rollout("p", 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
     [shard], _ = asyncio.run(engine._take_features({"b1r0": TapRequest("p", 2, 4)}, {"b1r0": rollout}))
     assert Path(shard).read_text() == "features" and not written[0].exists()
@@ -178,7 +175,7 @@ def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monke
         raise RuntimeError("no engine here")
 
     monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", lambda arguments: None)
-    monkeypatch.setattr(engine, "_call", stop_here)
+    monkeypatch.setattr(engine, "on_workers", stop_here)
     with pytest.raises(RuntimeError, match="no engine here"):
         asyncio.run(engine.start())
     assert Path(shard).exists() and not written[0].exists()
@@ -205,14 +202,14 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
 
     engine = RolloutEngine(spec_of(tmp_path))
     engine._engine = SimpleNamespace(errored=False, engine_core=SimpleNamespace(call_utility_async=call_utility_async))
-    assert asyncio.run(engine._speculation("fix_num_speculative_tokens", 1)) is False
-    assert asyncio.run(engine._speculation("describe")) == "k=1 at every batch size (fixed)"
+    assert asyncio.run(engine.in_scheduler(SpeculationController.fix_num_speculative_tokens, 1)) is False
+    assert asyncio.run(engine.in_scheduler(SpeculationController.describe)) == "k=1 at every batch size (fixed)"
     core.scheduler.controller.observe(Step(1, 2, False, [], 2))
     core.scheduler.controller.idle(0.5)
-    report = asyncio.run(engine._speculation("report"))
+    report = asyncio.run(engine.in_scheduler(SpeculationController.report))
     assert report["steps"] == [[1, 2, "mixed", 1, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
-    assert asyncio.run(engine._speculation("new_drafter", [0.5, 0.3])) is None
-    assert asyncio.run(engine._speculation("begin", False)) is None
+    assert asyncio.run(engine.in_scheduler(SpeculationController.new_drafter, [0.5, 0.3])) is None
+    assert asyncio.run(engine.in_scheduler(SpeculationController.begin, False)) is None
 
 
 WRITTEN = "I think <answer>4</answer><note>so</note> it is"

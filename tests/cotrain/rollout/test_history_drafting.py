@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.rollout.speculation.controller import Plan
+from cotrain.rollout.speculation.controller import Plan, Proposed
 from cotrain.rollout.speculation.served_acceptance import Choice, ServedAcceptance
 from cotrain.rollout.vllm.history import Asked, HistoryDrafting, Text, match_class
+from cotrain.rollout.vllm.interface import attached
 from drafters.suffix.index import Draft, SuffixIndex
 
 K = 3
@@ -50,7 +51,7 @@ def test_the_scheduler_is_told_whose_drafts_it_takes(history: HistoryDrafting) -
     taken = SimpleNamespace()
     history._take = lambda: taken
     history._asked = {"a": Asked(0, K, K), "b": Asked(None, K, K)}
-    assert history._take_draft_token_ids().cotrain_from_history == {"a"}
+    assert attached(history._take_draft_token_ids()) == Proposed(False, {"a"})
 
 
 def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> None:

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from cotrain.records import GainReport
-from cotrain.rollout.speculation.controller import SpeculationController, Step
+from cotrain.rollout.speculation.controller import Proposed, SpeculationController, Step
 from cotrain.rollout.speculation.measurement import (
     LIVE_STEPS,
     MEASURE_STEPS,
@@ -20,6 +20,7 @@ from cotrain.rollout.speculation.measurement import (
 )
 from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
 from cotrain.rollout.speculation.step_costs import FIRST_DRAFT_SHARE, ratio_at, step_ratios
+from cotrain.rollout.vllm.interface import attach
 from cotrain.rollout.vllm.scheduling import DraftLengthScheduler
 from tests.cotrain.rollout.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
 
@@ -280,7 +281,9 @@ def test_the_counts_of_a_request_say_which_of_its_drafts_came_from_history(monke
     monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda _: True)
 
     def step(of_history: set[str], asked: str, verified: dict[str, int]) -> None:
-        scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*asked], cotrain_from_history=of_history))
+        taken = SimpleNamespace(req_ids=[*asked])
+        attach(taken, Proposed(True, of_history))
+        scheduler.update_draft_token_ids(taken)
         drafts = {request: [5] * number for request, number in verified.items()}
         scheduled = dict.fromkeys(verified, 1)
         output = SimpleNamespace(scheduled_spec_decode_tokens=drafts, num_scheduled_tokens=scheduled)

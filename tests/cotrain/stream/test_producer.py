@@ -104,7 +104,7 @@ class Stream:
         reference.result = batch_of(given) if kind == "generate" else [float(len(text)) for text in given]
 
     def step(self) -> list[Any]:
-        self.producer.admit()
+        self.producer.admit(False)
         taken: list[Any] = []
         self.reactor.until(lambda: bool(taken.extend(self.producer.take() or ()) or taken))
         return taken
@@ -162,7 +162,7 @@ def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
 
 def test_with_lag_each_group_is_a_call_and_engines_are_not_overfilled(new: Any) -> None:
     stream = new(lag=2, num_engines=2)
-    stream.producer.admit()
+    stream.producer.admit(False)
     assert stream.producer.ledger.admitted == 3 * P
     # 4 requests at once, filled to 5 or more: three groups of 2 samples on each engine; the others wait.
     assert sorted(engine for engine, _ in stream.engines.calls) == [0, 0, 0, 1, 1, 1]
