@@ -45,6 +45,7 @@ class WorkerSidecar:
         self._finished: dict[SamplingParams, list[tuple[FeatureRecord, dict[str, Any]]]] = defaultdict(list)
         self._dropped, self._seconds, self._windows = Counter[str](), defaultdict[str, float](float), list[Any]()
         self._written = self._reported = 0.0
+        self._off = list[str]()  # hooks that were reported to have failed
 
     def hook_in(self) -> None:
         """Hook into the worker. What can fail comes first, before anything in the engine is changed."""
@@ -174,11 +175,11 @@ class WorkerSidecar:
             segments.append((self._versions, start))
 
     def _report(self, stamp: Stamp) -> None:
-        """Write state.json once a second, and at once when versions have changed."""
+        """Write state.json once a second, and at once when versions have changed or a hook has failed for good."""
         now, off = time.perf_counter(), sorted({*stamp.hooks_off, *self._breaker.off})
-        if now - self._reported < REPORT_SECONDS:
+        if off == self._off and now - self._reported < REPORT_SECONDS:
             return
-        self._reported = now
+        self._reported, self._off = now, off
         self._seconds["tap"] = self._hook.tap_seconds
         state = {"policy_version": self._policy.version, "drafter_version": self._drafter, "refused": self._refused}
         state |= {"dropped": Counter(stamp.dropped) + self._dropped, "hooks_off": off, "seconds": self._seconds}
