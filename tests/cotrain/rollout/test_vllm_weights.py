@@ -170,6 +170,7 @@ def test_a_tensor_that_is_divided_in_an_unknown_way_is_named(vllm_process) -> No
 def test_a_drafter_is_read_back_with_its_vocabulary_map(target_and_drafter):
     _, drafter = target_and_drafter
     assert "d2t" in drafter.state
+    vllm_weights.reload_weights(drafter.model, drafter.model_config, drafter.state)
     assert vllm_weights.differing_tensors(drafter.model, drafter.state) == []
     update = moved(drafter.state) | {"d2t": drafter.state["d2t"] + 1}
     vllm_weights.reload_weights(drafter.model, drafter.model_config, update)
