@@ -17,6 +17,7 @@ from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.rows import read_rows
 from cotrain.sidecar.service import serve
 from cotrain.sidecar.spool import EngineFolder, Spool, read_json, remove_leftovers
+from cotrain.trainer.trainer import DrafterTrainer
 from pipelines.cli import main
 from tests.cotrain.sidecar.host import Host, living
 from tests.cotrain.trainer.conftest import Target
@@ -269,6 +270,25 @@ def test_what_is_known_of_policies_is_bounded(config, tiny, monkeypatch):
     assert [row["versions/policy"] for row in service.rows()] == [0, 1, 2, 3, 4]
     (saved,) = (service.folder / "checkpoints").glob("step_*/state.json")
     assert sorted(json.loads(saved.read_text())["task_position"].values()) == [2, 3, 4]
+
+
+def test_a_head_that_its_engine_removes_meanwhile_is_read_all_the_same(config, tiny, monkeypatch):
+    """An engine keeps few heads: with a policy that moves every second, the oldest one may go while the trainer reads it."""
+    read, removed = DrafterTrainer.set_target_weights, []
+
+    def remove_first(trainer, path, version):
+        if (head := Path(path).resolve()).parent.name == "policy":
+            removed.append(head.name)
+            head.unlink()
+        read(trainer, path, version)
+
+    monkeypatch.setattr(DrafterTrainer, "set_target_weights", remove_first)
+    service = Service(config)
+    host = Host(service.spool, tiny)
+    host.new_policy(1, moves=True)
+    play(service, host, 1)
+    service.end()
+    assert removed and [row["versions/policy"] for row in service.rows()] == [len(removed) - 1]
 
 
 def test_an_alarm_ends_speculation_and_training_but_neither_host_nor_trainer(config, tiny, mlflow_database, capsys):
