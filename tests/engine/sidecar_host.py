@@ -1,8 +1,9 @@
 """A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [OPTION [FAULT]].
 
 It makes vLLM's LLM, reads one command per line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
-to the file descriptor ANSWERS. OPTION is "without corrections", "dummy" (the policy has no weights before `fill`), "reports often" (an engine in this very
-process, every REPORT_SECONDS) or "interpreted" (Triton's interpreter, with a function FAULT that raises).
+to the file descriptor ANSWERS. OPTION is "without corrections", "dummy" (the policy has no weights before
+`fill`), "reports often" (an engine in this very process, every REPORT_SECONDS) or "interpreted" (so does Triton's interpreter, with a
+function FAULT that raises).
 """
 
 import json
@@ -151,7 +152,7 @@ def main(descriptor: int, model: str, *options: str) -> None:
         cotrain.rollout.vllm.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
         host = Host(model, *(option for option in options if option == "dummy"))
-        if "reports often" in options:
+        if {"reports often", "interpreted"}.intersection(options):
             from cotrain.sidecar import scheduling, worker
 
             scheduling.REPORT_SECONDS = worker.REPORT_SECONDS = REPORT_SECONDS
