@@ -5,7 +5,7 @@
 Step times and acceptance are those that docs/measurements/draft_length.md measured with SmolLM2 on two CPU cores (or `--shape GPU`, memory
 bound), with noise on each step, late steps, and spells in which other programs slow the machine down. Each cell decodes
 600 steps after the step times were measured, with 32 requests at most; the columns are the best fixed draft length, 0
-included, chosen by hindsight, and the rule of cotrain/rollout/speculation. Means over seeds and their standard errors;
+included, chosen by hindsight, and the rule of cotrain/engine/speculation. Means over seeds and their standard errors;
 times and tokens are taken without their noise. Prints a Markdown table.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.rollout.speculation.controller import SpeculationController
-from tests.cotrain.rollout import simulated_engine
-from tests.cotrain.rollout.simulated_engine import BAD, COLLAPSED, GOOD, K, Shape, SimulatedEngine, Tally
+from cotrain.engine.speculation.draft_length import SpeculationController
+from tests.cotrain.engine import simulated_engine
+from tests.cotrain.engine.simulated_engine import BAD, COLLAPSED, GOOD, K, Shape, SimulatedEngine, Tally
 
 MAX_BATCH, STEPS = 32, 600
 

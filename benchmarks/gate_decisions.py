@@ -109,8 +109,8 @@ def main() -> int:
 
 async def generate(config: RunConfig, drafter: Path, num_steps: int, seed: int) -> list[tuple[list, object]]:
     """(feature records, batch) of each step."""
-    from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.vllm.arguments import EngineSpec
+    from cotrain.engine.arguments import EngineSpec
+    from cotrain.engine.engine import RolloutEngine
     from cotrain.transport.features import read_shard
     from drafters.base import TargetSpec
     from drafters.build import load_drafter

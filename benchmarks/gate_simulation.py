@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from cotrain.config.schema import DrafterConfig
+from cotrain.loop.ledger import Ledger
 from cotrain.publish.publisher import Publisher, PublisherSpec
 from cotrain.records import RolloutBatch, Versions
-from cotrain.stream.ledger import Ledger
 from tests.cotrain.publish.simulated import Lengths, rollouts_of, true_length
 from tests.cotrain.publish.simulated_run import GOOD, World
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cotrain.rollout.speculation.controller import Plan
-from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from cotrain.rollout.vllm.history import HistoryDrafting
-from cotrain.rollout.vllm.interface import attach
+from cotrain.engine.history import HistoryDrafting
+from cotrain.engine.interface import attach
+from cotrain.engine.speculation.draft_length import Plan
+from cotrain.engine.speculation.served_acceptance import ServedAcceptance
 from drafters.suffix.index import SuffixIndex
 
 K, PROMPT, LENGTH, PROMPTS, SAMPLES, STEPS = 2, 20, 100, 16, 25, 300

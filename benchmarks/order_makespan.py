@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cotrain.loop.lengths import LengthHistory
 from cotrain.run.rows import read_rows
-from cotrain.stream.lengths import LengthHistory
 
 PROMPTS, SAMPLES, MEAN, CAP, SPREAD = 64, 8, 2000.0, 16_384, 0.9
 ENGINES = ((1, 128), (2, 64), (4, 32), (4, 128))

@@ -41,9 +41,9 @@ def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Ti
     """Times of every stage, a row a round."""
     import torch
 
-    from cotrain.rollout.vllm import weight_transfer
-    from cotrain.rollout.vllm import weights as vllm_weights
-    from cotrain.transport.payload import write_payload
+    from cotrain.engine import loading as vllm_weights
+    from cotrain.engine import weight_transfer
+    from cotrain.weights.payload import write_payload
 
     state, (served, config) = learner_state(model), served_model(model, scratch)
     weights = weight_transfer.ServedWeights(served, config.model_config, scratch / "kept" / "target")
@@ -102,9 +102,9 @@ async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[s
     import torch
 
     from cotrain.config.schema import RolloutConfig
-    from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.vllm.arguments import EngineSpec
-    from cotrain.transport.payload import write_payload
+    from cotrain.engine.arguments import EngineSpec
+    from cotrain.engine.engine import RolloutEngine
+    from cotrain.weights.payload import write_payload
 
     state, row = learner_state(model), {}
     engine = RolloutEngine(EngineSpec(RolloutConfig(max_prompt_tokens=64), str(model), None, None, 0, str(scratch)))

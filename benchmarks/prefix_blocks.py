@@ -20,11 +20,11 @@ import numpy as np
 import psutil
 
 from cotrain.config.load import load_config
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.engine import RolloutEngine
 from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutRequest
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.arguments import EngineSpec
 
 
 class CountingEngine(RolloutEngine):

@@ -2,10 +2,10 @@
 
     python -m benchmarks.request_lengths
 
-Requests whose matches are of classes with an acceptance of their own, on the two machines that tests/cotrain/rollout draws
+Requests whose matches are of classes with an acceptance of their own, on the two machines that tests/cotrain/engine draws
 from: two CPU cores and a memory-bound GPU. A step takes what its verified tokens take, as with drafts that are looked up. All
 acceptances and step times are known, so that the table is exact: tokens a second against no speculation, by the best length of
-the batch; by class, with time at the price of what it yields without speculation (the rule of cotrain/rollout) or of what it yields
+the batch; by class, with time at the price of what it yields without speculation (the rule of cotrain/engine) or of what it yields
 with it (Dinkelbach 1967), or without drafts if that is faster; and by the best of all lengths of the classes.
 
 The second table asks what expected response lengths would add: a batch of 32 requests of log-normal lengths (median 100, at most
@@ -22,8 +22,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from cotrain.rollout.speculation.served_acceptance import ServedAcceptance
-from tests.cotrain.rollout.simulated_engine import BAD, CPU, GOOD, GPU, K, Shape
+from cotrain.engine.speculation.served_acceptance import ServedAcceptance
+from tests.cotrain.engine.simulated_engine import BAD, CPU, GOOD, GPU, K, Shape
 
 MIXTURES = {
     "alike": ((1.0, (0.45, 0.55, 0.6)),),

@@ -36,7 +36,7 @@ from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.run.provenance import git_state, here_and_now
 from cotrain.sidecar.launch import start_trainer, stop_trainer
-from cotrain.sidecar.spool import Spool, read_json, write_json
+from cotrain.transport.spool import Spool, read_json, write_json
 from tests.engine import sidecar_host
 
 MODELS = {"tiny": "tiny:llama", "smollm2": "bundled:smollm2-135m-instruct"}

@@ -22,9 +22,9 @@ async def measure(args: argparse.Namespace, scratch: Path) -> None:
     """Start the engine with an untrained drafter and take turns."""
     import torch
 
+    from cotrain.engine.arguments import EngineSpec
+    from cotrain.engine.engine import RolloutEngine
     from cotrain.models.loading import resolve_model
-    from cotrain.rollout.engine import RolloutEngine
-    from cotrain.rollout.vllm.arguments import EngineSpec
     from drafters.base import TargetSpec
     from drafters.build import build_drafter
     from drafters.config import Eagle3Config

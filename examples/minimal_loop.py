@@ -3,7 +3,7 @@
     python examples/minimal_loop.py configs/quickstart.toml steps=6
 
 It takes the configuration of `cotrain train`. One process drives one vLLM engine. There is no Ray, no resume, no restart, no
-lag, no canary, no alarm and no MLflow: cotrain/controller.py has these. One step:
+lag, no canary, no alarm and no MLflow: cotrain/loop/controller.py has these. One step:
 
       prompts --> engine.generate --> rewards, advantages --> learner.update --> engine.update_policy
                         |                                                              |
@@ -31,6 +31,8 @@ import torch
 
 from cotrain.config.load import load_config
 from cotrain.config.schema import RunConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.engine import RolloutEngine
 from cotrain.lossless.family import compare_greedy
 from cotrain.models.loading import resolve_model
 from cotrain.policy.learner import PolicyLearner
@@ -39,8 +41,6 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.process.threads import engine_environment
 from cotrain.publish.decision import judge
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, ScoredRollout
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.tasks.base import build_score, build_task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt, load_tokenizer
 from cotrain.trainer.spec import trainer_spec

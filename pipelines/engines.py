@@ -15,6 +15,8 @@ from typing import Any
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig, default_run_root
 from cotrain.config.surroundings import cache_problems
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.engine import RolloutEngine
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
@@ -22,8 +24,6 @@ from cotrain.process.cluster import temporary_files
 from cotrain.process.scratch import environment, scratch_folder
 from cotrain.process.stopping import descendants, remove_files_of, stop_at_once
 from cotrain.records import WeightPayload
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.run.mlflow_store import default_uri
 from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task

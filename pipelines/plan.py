@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain.config.schema import RunConfig
+from cotrain.engine.tap_admission import row_bytes
 from cotrain.models.loading import config_folder
 from cotrain.process.cluster import place
 from cotrain.process.placement import bundles_of, nodes_for, places_of, roles_of
-from cotrain.rollout.tap_admission import row_bytes
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import read_config
 

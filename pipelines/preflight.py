@@ -27,9 +27,9 @@ from cotrain.config.schema import (
     RunConfig,
 )
 from cotrain.config.surroundings import cache_problems
+from cotrain.engine.tap_admission import fewest_tapped, row_bytes
 from cotrain.models.loading import has_linear_attention, has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
-from cotrain.rollout.tap_admission import fewest_tapped, row_bytes
 from cotrain.run.mlflow_store import URI_VARIABLE, check_uri, tracking_uri
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments

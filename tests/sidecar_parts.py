@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cotrain.process import threads
-from cotrain.sidecar.spool import VARIABLE, Settings, Spool
+from cotrain.transport.spool import VARIABLE, Settings, Spool
 from drafters.base import Drafter
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,9 @@ def plugin_path(folder: Path) -> str:
         info = folder / "cotrain_plugin-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(METADATA)
-        (info / "entry_points.txt").write_text("[vllm.general_plugins]\ncotrain = cotrain.sidecar.plugin:register\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\ncotrain = cotrain.engine.host.plugin:register\n"
+        )
         paths.insert(0, str(folder))
     return os.pathsep.join(paths)
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cotrain.acceptance_stats import total_counts
 from cotrain.actors.policy import EngineClient, Policy
 from cotrain.config.schema import RunConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.engine import RolloutEngine, import_vllm
+from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import Reply, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster, free_port, temporary_files
 from cotrain.process.failures import RunFailure
 from cotrain.process.threads import engine_environment
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload, Window
-from cotrain.rollout.acceptance_stats import total_counts
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.nodes import Nodes
-from cotrain.transport.payload import WeightUpdateRefused
+from cotrain.weights.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
 
 MOST_CALLS = 10_000
@@ -49,13 +49,7 @@ class EngineActor(Actor):
 
     def load_library(self) -> None:
         """Import vLLM while nobody waits for it, because the import takes seconds."""
-        import vllm.v1.engine.async_llm  # noqa: F401
-        from vllm.platforms import current_platform
-
-        if current_platform.is_cpu():
-            from cotrain.rollout.vllm.cpu import fork_engine_core
-
-            fork_engine_core()
+        import_vllm()
 
     async def start(self, spec: EngineSpec) -> None:
         """See RolloutEngine.start."""

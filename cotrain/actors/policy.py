@@ -9,6 +9,8 @@ from torch import Tensor
 
 from cotrain.actors.learner import Learner, LearnerActor, Pending
 from cotrain.config.schema import RunConfig
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.worker import EngineWorker
 from cotrain.lossless.emitted import Draws
 from cotrain.policy.learner import PolicyLearner
 from cotrain.process.calls import begin
@@ -16,8 +18,6 @@ from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.placement import roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from cotrain.sidecar.launch import host_environment, start_trainer, stop_trainer
-from cotrain.sidecar.spool import VARIABLE, Spool, read_json
+from cotrain.transport.spool import VARIABLE, Spool, read_json
 
 COUNTS = ("drafts", "drafted_tokens", "accepted_tokens")
 COTRAIN = (sys.executable, "-m", "pipelines.cli")

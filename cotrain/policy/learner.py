@@ -219,12 +219,15 @@ class PolicyLearner:
         return sharding.write_weights(model, Path(path), dtype, names)
 
     def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
-        """Prepare to send weights from memory to the engines; the arguments are those of transfer.connect."""
-        from cotrain.policy import transfer
+        """Prepare to send weights from memory to the engines; the arguments are those of policy_sender.connect."""
+        from cotrain.engine import policy_sender
 
-        source = transfer.PolicySource(self._policy.model, getattr(torch, self._rollout.dtype))
+        model, dtype = self._policy.model, getattr(torch, self._rollout.dtype)
+        source = policy_sender.PolicySource(
+            sharding.layout(model, dtype), partial(sharding.whole_tensors, model, dtype)
+        )
         rank, backend = self._accelerator.process_index, self._config.weight_transfer
-        self._sender = transfer.connect(backend, rank, source, client, num_workers, address, port)
+        self._sender = policy_sender.connect(backend, rank, source, client, num_workers, address, port)
 
     def send_weights(self) -> int:
         """Send the weights to the connected engines, which must be paused. Returns the number of bytes."""

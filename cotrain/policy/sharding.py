@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from cotrain.records import WeightPayload
-from cotrain.transport.payload import Manifest, write_tensors
+from cotrain.weights.payload import Manifest, write_tensors
 
 OPTIMIZER_STATE = "optimizer"
 """Folder in a checkpoint that holds the optimizer state, in the format of torch.distributed.checkpoint."""

@@ -7,12 +7,12 @@ the same rollouts. A drafter without an expected gain, such as a random one, rai
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.config.schema import MIN_PROMPTS, DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.evidence import Evidence
 from cotrain.records import SpeculationCounts
-from cotrain.rollout.acceptance_stats import drafter_counts, total_counts
 
 FALSE_ALARM_RATE = 0.01
 """Probability that the statistical alarms of a whole run fire although the drafter is healthy. A false alarm ends the run, so it

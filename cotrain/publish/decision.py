@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cotrain.acceptance_stats import share_from_history
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig, GateConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
 from cotrain.records import RolloutBatch, SwapReport
-from cotrain.rollout.acceptance_stats import share_from_history
 from cotrain.run.rows import DrafterEvent, Kind
 from cotrain.trainer.trainer import FreshScores, enough
 

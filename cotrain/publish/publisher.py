@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cotrain.acceptance_stats import drafter_counts, last_segment, total_counts
 from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
 from cotrain.publish.evidence import Evidence, Publication
 from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import drafter_counts, last_segment, total_counts
 from cotrain.trainer.trainer import FreshScores
-from cotrain.transport.payload import WeightUpdateRefused
+from cotrain.weights.payload import WeightUpdateRefused
 
 DELIVERY_CHECK_STEPS = 10
 """Steps between read-backs of the served drafter weights, besides the read-back of each update. What is lost in between (sleep,

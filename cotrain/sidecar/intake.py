@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from cotrain.acceptance_stats import counts_of_steps, total_counts
 from cotrain.records import GainReport, Rollout, RolloutBatch, Segment, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import counts_of_steps, total_counts
-from cotrain.sidecar.spool import EngineFolder, Spool, read_json, write_json
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
+from cotrain.transport.spool import EngineFolder, Spool, read_json, write_json
 
 KNOWN_HEADS = 64
 """Most policy heads whose version numbers are remembered. A head that comes back later counts as a new policy."""

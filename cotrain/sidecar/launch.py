@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from cotrain.process.failures import RunFailure
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool
+from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Spool
 
 READY_SECONDS = 1800.0
 """The trainer may have to fetch the first drafter, and to read the model's weights from a slow disk."""

@@ -17,9 +17,9 @@ from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.provenance import machine, write_provenance
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
-from cotrain.sidecar.spool import Settings, Spool, read_json, remove_leftovers, write_json
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.trainer.trainer import DrafterTrainer
+from cotrain.transport.spool import Settings, Spool, read_json, remove_leftovers, write_json
 from drafters.base import TargetSpec
 from drafters.build import shape_problems
 from drafters.files import read_config

@@ -23,11 +23,11 @@ from cotrain.records import ScoredRollout, Versions
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.run.step_metrics import rollout_metrics
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
-from cotrain.stream.metrics import rollout_metrics
 from cotrain.trainer.trainer import DrafterTrainer, FreshScores
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0

@@ -18,7 +18,7 @@ from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts, teacher_o
 from cotrain.trainer.distiller import Distiller
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.transport.features import FeatureRecord, read_shard
-from cotrain.transport.payload import write_payload
+from cotrain.weights.payload import write_payload
 from drafters.acceptance import RolloutAcceptance, rollout_acceptances
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetWeights
 

@@ -16,9 +16,9 @@ from math import ceil
 from pathlib import Path
 
 from cotrain.config.load import load_config
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.worker import EngineWorker
 from cotrain.records import RolloutRequest
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.run.console import duration
 from cotrain.run.provenance import machine
 from pipelines import engines

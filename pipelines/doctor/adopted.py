@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from cotrain.engine.host import plugin
 from cotrain.models.loading import TINY_MODEL, resolve_model
-from cotrain.sidecar import plugin
-from cotrain.sidecar.spool import VARIABLE, Settings, Spool, read_json, write_json
-from cotrain.transport.payload import write_payload
+from cotrain.transport.spool import VARIABLE, Settings, Spool, read_json, write_json
+from cotrain.weights.payload import write_payload
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config

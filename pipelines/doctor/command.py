@@ -44,7 +44,7 @@ MACHINE = {
     "disk": "Make room, start runs in a folder on a larger disk, or set COTRAIN_CACHE to one.",
     "gpus": "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES.",
     "nccl": "Run `NCCL_DEBUG=INFO cotrain doctor --only nccl` and look for the link that fails.",
-    "hooks": "Install the vLLM that pyproject.toml pins, or adapt cotrain/rollout/vllm/ to this one.",
+    "hooks": "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one.",
     "model-runner-v2": "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report what was found.",
 }
 """Checks of this machine in their order, and what to do when one fails. ENGINE has the same form."""

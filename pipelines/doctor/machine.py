@@ -19,9 +19,9 @@ from packaging.specifiers import SpecifierSet
 
 from cotrain.config.schema import default_run_root
 from cotrain.config.surroundings import cache_problems
+from cotrain.engine.interface import KNOWN_VERSION, moved
 from cotrain.models.loading import cache_folder
 from cotrain.process import threads
-from cotrain.rollout.vllm.interface import KNOWN_VERSION, moved
 from cotrain.run import provenance
 from pipelines.doctor.check import NotApplicable, Problem
 

@@ -18,12 +18,12 @@ import torch
 
 from cotrain.config.load import read_config, write_config
 from cotrain.config.schema import RunConfig
+from cotrain.engine.engine import RolloutEngine
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import engine_device
 from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
-from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned, duration
 from cotrain.run.metrics import metrics_of

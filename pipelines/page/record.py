@@ -32,7 +32,7 @@ class RunRecord:
     decisions: list[dict[str, Any]]
     """Events of the drafter, see cotrain/run/rows.py."""
     stream: list[dict[str, Any]]
-    """Events of groups and learners, see cotrain/stream/producer.py."""
+    """Events of groups and learners, see cotrain/loop/producer.py."""
     failure: str | None = None
     """Why the last attempt failed; None if it did not, or was killed."""
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from cotrain.config.errors import help_text
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
+from cotrain.engine.host.adoption import CHECK_VARIABLE
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
-from cotrain.sidecar.adoption import CHECK_VARIABLE
 from cotrain.sidecar.launch import CAUSES, host_environment, run_host, start_trainer, stop_trainer
-from cotrain.sidecar.spool import VARIABLE, Settings, Spool
+from cotrain.transport.spool import VARIABLE, Settings, Spool
 from pipelines.plan import serve_command
 
 KINDS = ("eagle3", "mtp", "draft_model")

@@ -37,7 +37,7 @@ from pipelines.plan import GIB
 
 if TYPE_CHECKING:
     from cotrain.actors.engines import RolloutEngines
-    from cotrain.controller import Controller
+    from cotrain.loop.controller import Controller
     from cotrain.lossless.family import GreedyCheck
     from cotrain.run.tracking import Tracker
     from cotrain.transport.nodes import Nodes
@@ -82,8 +82,8 @@ def train(config: RunConfig, resume: bool) -> int:
             ready("Ray")
             order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
             tracking = _start_tracking(config, run_dir, state, console, stack)
-            from cotrain.controller import Controller, Records
-            from cotrain.stream.producer import Prompts
+            from cotrain.loop.controller import Controller, Records
+            from cotrain.loop.producer import Prompts
             from pipelines.train.roles import start_roles
 
             tokenizer, roles = start_roles(config, cluster, nodes, run_dir, state, ready)

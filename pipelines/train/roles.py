@@ -8,14 +8,14 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
-from cotrain.controller import HISTORY, POLICY_FILE, Roles
+from cotrain.loop.controller import HISTORY, POLICY_FILE, Roles
+from cotrain.loop.reactor import Reactor
 from cotrain.process.cluster import Cluster
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, publisher_spec
 from cotrain.run.checkpoint import RunState
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
-from cotrain.stream.reactor import Reactor
 from cotrain.tasks.prompts import load_tokenizer
 from cotrain.transport.nodes import Nodes
 

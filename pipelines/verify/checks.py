@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cotrain.acceptance_stats import total_counts
+from cotrain.engine.engine import RolloutEngine
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.emitted import Draws, members_first, response_draws
 from cotrain.lossless.family import CheckResult, Verdict, compare_greedy, judge
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
-from cotrain.rollout.acceptance_stats import total_counts
-from cotrain.rollout.engine import RolloutEngine
 from cotrain.run.console import duration
-from cotrain.transport.payload import write_payload
+from cotrain.weights.payload import write_payload
 from drafters.base import Drafter, SamplingParams
 from pipelines.engines import EngineSetup
 

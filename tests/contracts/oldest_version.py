@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from cotrain.engine.interface import SIDECAR_VERSIONS
 from cotrain.models.loading import resolve_model
-from cotrain.rollout.vllm.interface import SIDECAR_VERSIONS
-from cotrain.sidecar.spool import Spool, read_json
 from cotrain.transport.features import read_shard
+from cotrain.transport.spool import Spool, read_json
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config

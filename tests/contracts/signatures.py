@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.rollout.vllm.interface import (
+from cotrain.engine.host.adoption import HOST_HAS_SET
+from cotrain.engine.interface import (
     PROPOSER,
     RUNNER,
     RUNNER_V2,
@@ -25,8 +26,7 @@ from cotrain.rollout.vllm.interface import (
     moved_in,
     parameters_in,
 )
-from cotrain.rollout.vllm.model_runner_v2 import LENGTH
-from cotrain.sidecar.adoption import HOST_HAS_SET
+from cotrain.engine.model_runner_v2 import LENGTH
 
 SOURCES = Path(os.environ["VLLM_SOURCES"])
 

@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from cotrain.rollout.vllm.interface import KNOWN_VERSION, SIDECAR_VERSIONS
+from cotrain.engine.interface import KNOWN_VERSION, SIDECAR_VERSIONS
 
 
 def fetch(version: str, folder: Path) -> None:

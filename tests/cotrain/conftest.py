@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cotrain.controller import Controller, Records, Roles
+from cotrain.loop.controller import Controller, Records, Roles
+from cotrain.loop.producer import Prompts
 from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import (
     Prompt,
@@ -17,7 +18,6 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
-from cotrain.stream.producer import Prompts
 from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain import simulated_roles
 from tests.cotrain.publish.simulated_run import PROMPTS, SAMPLES, World
@@ -27,8 +27,8 @@ from tests.cotrain.simulated_roles import TOKENIZER, Drafter, Nodes, Policy, Rea
 @pytest.fixture
 def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A controller in a run folder of its own; a second one of the same name resumes it."""
-    monkeypatch.setattr("cotrain.controller.check_features", lambda *_: 0.0)
-    monkeypatch.setattr("cotrain.controller.check_records", lambda *_: None)
+    monkeypatch.setattr("cotrain.loop.controller.check_features", lambda *_: 0.0)
+    monkeypatch.setattr("cotrain.loop.controller.check_records", lambda *_: None)
     opened: list[Any] = []
 
     def build(

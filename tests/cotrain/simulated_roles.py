@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.actors.learner import Pending
-from cotrain.controller import Controller
+from cotrain.loop.controller import Controller
 from cotrain.lossless.emitted import Draws
 from cotrain.models.loading import resolve_model
 from cotrain.process.failures import TaskFailed

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.cpu import fork_engine_core
+from cotrain.engine.engine import RolloutEngine
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest, SwapReport
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.rollout.vllm.cpu import fork_engine_core
-from cotrain.transport.payload import write_payload
+from cotrain.weights.payload import write_payload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter

@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
-from cotrain.rollout.vllm.scheduling import computes_prompts
-from cotrain.rollout.vllm.worker import EngineWorker
-from cotrain.rollout.vllm.worker_extension import CotrainWorker
+from cotrain.engine.scheduling import computes_prompts
+from cotrain.engine.worker import EngineWorker
+from cotrain.engine.worker_extension import CotrainWorker
 
 
 class Counting(EngineWorker):

@@ -8,7 +8,7 @@ from vllm.distributed.utils import stateless_init_torch_distributed_process_grou
 from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-from cotrain.rollout.vllm.worker_extension import CotrainWorker
+from cotrain.engine.worker_extension import CotrainWorker
 
 
 class Group:

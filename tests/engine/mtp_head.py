@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.engine.arguments import EngineSpec
 from cotrain.models.loading import has_linear_attention, native_head
 from cotrain.process.scratch import scratch_folder
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard
-from cotrain.transport.payload import WeightUpdateRefused, digest
+from cotrain.weights.payload import WeightUpdateRefused, digest
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cotrain.engine.worker_extension import CotrainWorker
 from cotrain.lossless.setting import PLAIN, Setting
-from cotrain.rollout.vllm.worker_extension import CotrainWorker
 from drafters.base import SamplingParams
 
 Replace = Callable[[Any, str, Any], None]
@@ -150,7 +150,7 @@ def _change_output(replace: Replace, change: Callable[[Tensor, Tensor], None]) -
 
 
 def vllms_cpu_sampler_bug(runner: Any, replace: Replace) -> None:
-    """What cotrain.rollout.vllm.cpu patches: parameters of draft tokens are written to a temporary and lost."""
+    """What cotrain.engine.cpu patches: parameters of draft tokens are written to a temporary and lost."""
     module = _sampler_module()
 
     def lost(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.rollout.speculation.controller import Plan
-from cotrain.rollout.speculation.served_acceptance import Choice
-from cotrain.rollout.vllm.interface import attach, attached
-from cotrain.rollout.vllm.worker import EngineWorker
-from cotrain.rollout.vllm.worker_extension import CotrainWorker
+from cotrain.engine.interface import attach, attached
+from cotrain.engine.speculation.draft_length import Plan
+from cotrain.engine.speculation.served_acceptance import Choice
+from cotrain.engine.worker import EngineWorker
+from cotrain.engine.worker_extension import CotrainWorker
 from drafters.suffix.index import Draft
 
 Fault = Callable[[Draft], Draft]

@@ -81,7 +81,7 @@ class Host:
         import torch
         from vllm.config import set_current_vllm_config
 
-        from cotrain.rollout.vllm.weights import reload_weights
+        from cotrain.engine.loading import reload_weights
 
         worker = self._worker
         sidecar = worker.model_runner.execute_model.__self__
@@ -147,9 +147,9 @@ def main(descriptor: int, model: str, *options: str) -> None:
         for fault in options[1:]:
             patch(fault, side_effect=RuntimeError("planted"), __name__=fault.rpartition(".")[2]).start()
     elif "without corrections" in options:
-        import cotrain.rollout.vllm.cpu
+        import cotrain.engine.cpu
 
-        cotrain.rollout.vllm.cpu.PATCHES.clear()
+        cotrain.engine.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
         host = Host(model, *(option for option in options if option == "dummy"))
         if {"reports often", "interpreted"}.intersection(options):

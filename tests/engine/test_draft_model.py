@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.worker import EngineWorker
 from cotrain.models.loading import resolve_model
 from cotrain.models.tiny import VOCAB_SIZE, byte_tokenizer
 from cotrain.process.scratch import scratch_folder
-from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters
-from cotrain.transport.payload import WeightUpdateRefused, digest
+from cotrain.weights.payload import WeightUpdateRefused, digest
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import DraftModelConfig

@@ -18,7 +18,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.records import Versions
 from cotrain.run.provenance import package_versions
 from cotrain.transport.nodes import Nodes
-from cotrain.transport.payload import WeightUpdateRefused, write_payload
+from cotrain.weights.payload import WeightUpdateRefused, write_payload
 from drafters.base import Drafter
 from tests.engine.conftest import ROOT, SERVING, make_requests, tokens
 from tests.engine.two_nodes import TwoNodes, cut_off

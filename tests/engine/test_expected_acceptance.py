@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
+from cotrain.engine.arguments import EngineSpec
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.tap_admission import row_bytes
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
-from cotrain.rollout.tap_admission import row_bytes
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.self_check import check_features, relative_error
 from cotrain.transport.features import read_shard
 from drafters.base import Drafter

@@ -15,7 +15,7 @@ from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import read_shard
-from cotrain.transport.payload import WeightUpdateRefused
+from cotrain.weights.payload import WeightUpdateRefused
 from drafters.base import Drafter
 from pipelines.engines import send
 from pipelines.initialise.sources import Corpus

@@ -19,13 +19,13 @@ import cotrain.actors.policy
 from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import Policy, PolicyActor, start_policy
 from cotrain.config.schema import PolicyConfig, RolloutConfig, RunConfig
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import begin
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions, WeightPayload
-from cotrain.rollout.engine import RolloutEngine
-from cotrain.rollout.vllm.worker import EngineWorker
 from cotrain.transport.nodes import Nodes
-from cotrain.transport.payload import write_payload
+from cotrain.weights.payload import write_payload
 from drafters.base import Drafter
 from drafters.files import WEIGHTS
 from tests.engine.conftest import SERVING, make_requests
@@ -41,10 +41,10 @@ class GlooPolicyActor(PolicyActor):
     """A learner in whose process the sender is gloo's."""
 
     def start(self, learner_class: str, arguments: dict[str, Any]) -> None:
-        from cotrain.policy import transfer
+        from cotrain.engine import policy_sender
         from tests.engine.gloo_transfer import GlooInitInfo
 
-        transfer.NCCLTrainerInitInfo = GlooInitInfo  # type: ignore[misc]
+        policy_sender.NCCLTrainerInitInfo = GlooInitInfo  # type: ignore[misc]
         super().start(learner_class, arguments)
 
 

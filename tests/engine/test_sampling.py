@@ -10,11 +10,11 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from cotrain.acceptance_stats import total_counts
 from cotrain.config.schema import RolloutConfig
+from cotrain.engine.arguments import EngineSpec
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutRequest, SpeculationCounts
-from cotrain.rollout.acceptance_stats import total_counts
-from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 

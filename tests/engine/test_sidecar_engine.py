@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 
 from cotrain.run.rows import read_rows
 from cotrain.sidecar.launch import start_trainer, stop_trainer
-from cotrain.sidecar.spool import Spool, read_json, write_json
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
-from cotrain.transport.payload import write_payload
+from cotrain.transport.spool import Spool, read_json, write_json
+from cotrain.weights.payload import write_payload
 from drafters.base import Drafter
 from tests.engine.conftest import AUX_LAYERS, features_of, make_requests
 from tests.engine.sidecar_host import REPORT_SECONDS, RunningHost, running_host

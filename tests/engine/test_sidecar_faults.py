@@ -14,20 +14,20 @@ from tests.sidecar_parts import ROOT, host_environment, make_spool
 
 pytestmark = pytest.mark.engine
 
-NOT_ADOPTED = [f"cotrain.sidecar.adoption.{name}" for name in ("check_arguments", "check_config", "_claim")]
-NOT_ADOPTED += ["cotrain.sidecar.scheduling.HostScheduling"]
+NOT_ADOPTED = [f"cotrain.engine.host.adoption.{name}" for name in ("check_arguments", "check_config", "_claim")]
+NOT_ADOPTED += ["cotrain.engine.host.scheduling.HostScheduling"]
 NOT_ATTACHED = [
-    "cotrain.sidecar.scheduling.Decisions.__init__",
-    "cotrain.sidecar.worker.WorkerSidecar",
-    "cotrain.sidecar.worker.WorkerSidecar.hook_in",
-    "cotrain.sidecar.policy_watch.PolicyWatch.write",
-    "cotrain.rollout.vllm.cpu.correct",
+    "cotrain.engine.host.scheduling.Decisions.__init__",
+    "cotrain.engine.host.worker.WorkerSidecar",
+    "cotrain.engine.host.worker.WorkerSidecar.hook_in",
+    "cotrain.engine.host.policy_watch.PolicyWatch.write",
+    "cotrain.engine.cpu.correct",
 ]
 SWITCHED_OFF = [
-    *(f"cotrain.sidecar.scheduling.Decisions.{name}" for name in ("draft_lengths", "stamp", "observe", "finish")),
-    *(f"cotrain.sidecar.worker.WorkerSidecar.{name}" for name in ("_take", "_follow_policy", "_report")),
-    "cotrain.rollout.vllm.hooks.DraftingHook.record",
-    "cotrain.rollout.vllm.hooks.DraftingHook.propose",
+    *(f"cotrain.engine.host.scheduling.Decisions.{name}" for name in ("draft_lengths", "stamp", "observe", "finish")),
+    *(f"cotrain.engine.host.worker.WorkerSidecar.{name}" for name in ("_take", "_follow_policy", "_report")),
+    "cotrain.engine.hooks.DraftingHook.record",
+    "cotrain.engine.hooks.DraftingHook.propose",
 ]
 FAULTS = {"configure": NOT_ADOPTED, "start": NOT_ATTACHED, "run": SWITCHED_OFF}
 

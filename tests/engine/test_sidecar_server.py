@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cotrain.sidecar.spool import Spool, read_json
+from cotrain.transport.spool import Spool, read_json
 from tests.sidecar_parts import host_environment
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from cotrain.sidecar.spool import Spool, read_json
+from cotrain.transport.spool import Spool, read_json
 from tests.sidecar_parts import host_environment
 
 pytestmark = [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from cotrain.sidecar.spool import read_json, write_json
+from cotrain.transport.spool import read_json, write_json
 from drafters.base import Drafter
 from tests.engine.interpreted_triton import INTERPRETED
 from tests.engine.sidecar_host import running_host
@@ -107,7 +107,7 @@ def test_an_update_in_mid_generation_leaves_no_mixed_rollout(
         assert record.feature_mask.nonzero()[0] == 12 + end - 1 and holes(record) == 12 + end - 1
 
 
-HOOK = "cotrain.rollout.vllm.model_runner_v2"
+HOOK = "cotrain.engine.model_runner_v2"
 
 
 @pytest.mark.parametrize("fault", ["SpeculatorHook.propose", "SpeculatorHook._layout", "_own_states"])

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.engine.arguments import EngineSpec
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import Rollout
-from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.config import ObjectiveConfig
 from drafters.losses import acceptances

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.speculation.draft_length import SpeculationController
+from cotrain.engine.speculation.measurement import MEASURE_TRIES
+from cotrain.engine.worker import EngineWorker
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest
-from cotrain.rollout.speculation.controller import SpeculationController
-from cotrain.rollout.speculation.measurement import MEASURE_TRIES
-from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.rollout.vllm.worker import EngineWorker
-from cotrain.transport.payload import WeightUpdateRefused, digest
+from cotrain.weights.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine import drafter_calls
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from cotrain.acceptance_stats import counts_by_versions, total_counts
 from cotrain.records import Rollout, RolloutBatch
-from cotrain.rollout.acceptance_stats import counts_by_versions, total_counts
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.base import Drafter

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from cotrain.acceptance_stats import drafter_counts, drafter_starts, total_counts
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.speculation.draft_length import SpeculationController, Step
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
-from cotrain.rollout.acceptance_stats import drafter_counts, drafter_starts, total_counts
-from cotrain.rollout.speculation.controller import SpeculationController, Step
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.transport.features import read_shard
 from drafters.base import Drafter
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from cotrain.process.failures import RunFailure
 from cotrain.records import WeightPayload
-from cotrain.transport.payload import WeightUpdateRefused, digest
+from cotrain.weights.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests, tokens
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.tap_admission import TapRequest
+from cotrain.engine.weight_transfer import of_all_ranks
+from cotrain.engine.worker import EngineWorker
+from cotrain.engine.worker_extension import CotrainWorker
 from cotrain.process.scratch import scratch_folder
-from cotrain.rollout.tap_admission import TapRequest
-from cotrain.rollout.vllm.arguments import EngineSpec
-from cotrain.rollout.vllm.weight_transfer import of_all_ranks
-from cotrain.rollout.vllm.worker import EngineWorker
-from cotrain.rollout.vllm.worker_extension import CotrainWorker
-from cotrain.transport.payload import WeightUpdateRefused, digest
+from cotrain.weights.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine.conftest import (
     AUX_LAYERS,

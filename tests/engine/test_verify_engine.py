@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cotrain.config.schema import MonitorConfig, RolloutConfig
+from cotrain.engine.arguments import EngineSpec
 from cotrain.lossless import monitor as monitor_module
 from cotrain.lossless.checks import UNKNOWN, response_strata
 from cotrain.lossless.emitted import response_draws
@@ -17,7 +18,6 @@ from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.lossless.setting import PLAIN, Setting, standard_settings
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import WeightPayload
-from cotrain.rollout.vllm.arguments import EngineSpec
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetWeights
 from drafters.eagle3.model import to_tokens

@@ -10,7 +10,7 @@ from cotrain.publish.alarms import Alarm, check_step
 from cotrain.publish.decision import decide
 from cotrain.publish.evidence import Publication
 from cotrain.records import RolloutBatch
-from cotrain.transport.payload import WeightUpdateRefused, digest
+from cotrain.weights.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests, tokens
 from tests.faults.conftest import Fault

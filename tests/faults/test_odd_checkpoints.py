@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config
 from cotrain.config.schema import DrafterConfig, RolloutConfig
+from cotrain.engine.arguments import EngineSpec
 from cotrain.process.failures import SelfCheckFailed
 from cotrain.process.scratch import scratch_folder
 from cotrain.publish.alarms import check_step
-from cotrain.rollout.vllm.arguments import EngineSpec
 from cotrain.trainer.self_check import check_features
-from cotrain.transport.payload import WeightUpdateRefused, digest
+from cotrain.weights.payload import WeightUpdateRefused, digest
 from drafters.base import Drafter, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from cotrain.config.schema import DrafterConfig
+from cotrain.loop.ledger import check_lag
 from cotrain.process.failures import RunFailure
 from cotrain.publish.alarms import LAG_ROUNDS, Alarm, check_step
 from cotrain.records import RolloutBatch, Versions
-from cotrain.stream.ledger import check_lag
 from drafters.base import Drafter
 from tests.engine.conftest import LiveEngine, make_requests
 from tests.faults.conftest import Fault

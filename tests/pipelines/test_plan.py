@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from cotrain.config.load import load_config, parse_config
 from cotrain.models.loading import config_folder, resolve_model
 from cotrain.process.placement import roles_of
-from cotrain.transport.payload import write_payload
+from cotrain.weights.payload import write_payload
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from pipelines import cli

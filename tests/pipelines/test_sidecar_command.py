@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cotrain.sidecar.adoption import CHECK_VARIABLE
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE
+from cotrain.engine.host.adoption import CHECK_VARIABLE
+from cotrain.transport.spool import HOST_VARIABLE, VARIABLE
 from pipelines.sidecar import command
 from pipelines.sidecar.command import engines_text
 from tests.pipelines.test_cli import cotrain, status_of

@@ -10,7 +10,7 @@ import pytest
 from cotrain.actors.engines import MOST_RESTARTS, RolloutEngines
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
-from cotrain.transport.payload import WeightUpdateRefused
+from cotrain.weights.payload import WeightUpdateRefused
 from drafters.base import ServingSpec
 
 PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})

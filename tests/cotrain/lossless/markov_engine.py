@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cotrain.acceptance_stats import counts_of_steps
 from cotrain.lossless.emitted import target_log_probs
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import counts_of_steps
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.simulated_sampler import VOCAB, Setting, draw, speculate
 

@@ -14,12 +14,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from cotrain.engine import cpu
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.emitted import target_log_probs
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import Setting
 from cotrain.records import Rollout, Versions
-from cotrain.rollout.vllm import cpu
 from drafters.base import SamplingParams
 from pipelines.verify.checks import target_laws
 from tests.cotrain.lossless.conftest import MODEL

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cotrain.policy.batching import micro_batches, share_of_rank
-from cotrain.transport.payload import digest
+from cotrain.weights.payload import digest
 
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
 

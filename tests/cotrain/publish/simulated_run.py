@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cotrain.acceptance_stats import counts_of_steps, drafter_starts, total_counts
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import counts_of_steps, drafter_starts, total_counts
 from cotrain.trainer.buffer import spread_over_prompts
 from cotrain.trainer.trainer import MAX_ROLLOUTS, FreshScores
-from cotrain.transport.payload import WeightUpdateRefused
+from cotrain.weights.payload import WeightUpdateRefused
 from tests.cotrain.publish.simulated import (
     DRAFT_TOKENS,
     Lengths,

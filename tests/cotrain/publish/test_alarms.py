@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cotrain.acceptance_stats import total_counts
 from cotrain.config.schema import AlarmConfig, DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.alarms import (
@@ -20,7 +21,6 @@ from cotrain.publish.alarms import (
 )
 from cotrain.publish.evidence import Evidence, Publication
 from cotrain.records import Rollout, RolloutBatch, Versions
-from cotrain.rollout.acceptance_stats import total_counts
 from cotrain.trainer.trainer import FreshScores
 from tests.publish_evidence import expected_from
 from tests.speculation_counts import counts as counts_of

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain.acceptance_stats import counts_of_steps
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.decision import Outcome, decide
 from cotrain.publish.evidence import CANARY_STEPS, Publication
 from cotrain.records import SpeculationCounts
-from cotrain.rollout.acceptance_stats import counts_of_steps
 from drafters.acceptance import StartAcceptance, rollout_acceptances
 from tests.cotrain.publish.test_alarms import DRAFTER, PROMISE, RANDOM_DRAFTER, dead, evidence, generated, rollout
 from tests.speculation_counts import counts, expected

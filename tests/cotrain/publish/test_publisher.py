@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
-from cotrain.rollout.acceptance_stats import drafter_counts, total_counts
 from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World

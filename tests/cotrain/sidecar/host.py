@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cotrain.records import GainReport
-from cotrain.sidecar.spool import EngineFolder, Spool, read_json, write_json
 from cotrain.trainer.buffer import pack
 from cotrain.trainer.distiller import read_target_weights
 from cotrain.transport.features import FeatureRecord, write_records
+from cotrain.transport.spool import EngineFolder, Spool, read_json, write_json
 from drafters.base import TargetSpec
 from drafters.build import load_drafter
 from drafters.config import ObjectiveConfig
@@ -149,7 +149,7 @@ class Host:
 
 def living(spool: Spool, name: str) -> subprocess.Popen:
     """A process by whose life an engine lives, and which can be killed."""
-    code = "import sys; from cotrain.sidecar.spool import Spool; kept = Spool(sys.argv[1]).join(*sys.argv[2:], False)"
+    code = "import sys; from cotrain.transport.spool import Spool; kept = Spool(sys.argv[1]).join(*sys.argv[2:], False)"
     command = [
         sys.executable,
         "-c",

@@ -12,11 +12,11 @@ import pytest
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
+from cotrain.engine.host.adoption import MARK, NotAdopted, check_arguments, check_config, configured
+from cotrain.engine.interface import RUNNER, RUNNER_V2, SIDECAR_OF_RUNNER
 from cotrain.models.loading import resolve_model
-from cotrain.rollout.vllm.interface import RUNNER, RUNNER_V2, SIDECAR_OF_RUNNER
 from cotrain.sidecar import adoption
-from cotrain.sidecar.adoption import MARK, NotAdopted, check_arguments, check_config, configured
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Spool
+from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Spool
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -24,7 +24,7 @@ from tests.sidecar_parts import make_spool
 
 CREATE = inspect.unwrap(EngineArgs.create_engine_config)
 MODEL = resolve_model("tiny:llama")
-OWN_EXTENSION = "cotrain.rollout.vllm.worker_extension.CotrainWorker"
+OWN_EXTENSION = "cotrain.engine.worker_extension.CotrainWorker"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A hook that fails is left out, and off at its third failure."""
 
-from cotrain.sidecar.breaker import MOST_FAILURES, Breaker
+from cotrain.engine.host.breaker import MOST_FAILURES, Breaker
 
 
 def test_a_hook_that_fails_is_off_at_the_third_time() -> None:

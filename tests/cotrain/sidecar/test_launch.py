@@ -12,7 +12,7 @@ import pytest
 
 from cotrain.process.failures import RunFailure
 from cotrain.sidecar.launch import host_environment, run_host, start_trainer, stop_trainer
-from cotrain.sidecar.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
+from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = Settings("m", "/m", {}, (1,), 1.0, 1, False, False)
@@ -34,7 +34,7 @@ sys.exit(run_host([sys.executable, "-c", sys.argv[1], sys.argv[2]], {}, lambda: 
 """
 TRAINER = """
 import signal, sys, time
-from cotrain.sidecar.spool import Settings, Spool
+from cotrain.transport.spool import Settings, Spool
 signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(3))
 spool = Spool(sys.argv[1])
 spool.hold()

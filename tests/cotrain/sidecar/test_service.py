@@ -16,8 +16,8 @@ from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.rows import read_rows
 from cotrain.sidecar.service import serve
-from cotrain.sidecar.spool import EngineFolder, Spool, read_json, remove_leftovers
 from cotrain.trainer.trainer import DrafterTrainer
+from cotrain.transport.spool import EngineFolder, Spool, read_json, remove_leftovers
 from pipelines.cli import main
 from tests.cotrain.sidecar.host import Host, living
 from tests.cotrain.trainer.conftest import Target

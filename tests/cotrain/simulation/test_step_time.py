@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cotrain.rollout.speculation.step_costs import step_ratios
+from cotrain.engine.speculation.step_costs import step_ratios
 from cotrain.simulation.step_time import MeasuredCells
 
 POWER = {(k, batch): (1 + k) * batch**0.5 for k in (0, 2) for batch in (2, 8, 32)}

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.acceptance_stats import counts_by_depth
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
+from cotrain.engine.speculation.draft_length import SpeculationController, Step
+from cotrain.engine.speculation.measurement import measured_sizes, room_for
 from cotrain.records import Rollout, StepTotal, Versions
-from cotrain.rollout.acceptance_stats import counts_by_depth
-from cotrain.rollout.speculation.controller import SpeculationController, Step
-from cotrain.rollout.speculation.measurement import measured_sizes, room_for
 from cotrain.run.rows import RowFile, read_rows
 
 K, SAMPLES, PROMPT_TOKENS = 2, 4, 40

@@ -1,0 +1,122 @@
+"""The arguments that vLLM starts with: cotrain's own, then the user's, then those of speculation. Imports vLLM late."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cotrain.config.schema import RolloutConfig
+from cotrain.models.loading import CPU_BLOCK_TOKENS, has_linear_attention
+from cotrain.records import Versions
+from drafters.base import ServingSpec
+
+PACKAGE = "cotrain.engine"
+"""vLLM imports our classes by name in its own process; importing them here as well would only take time."""
+
+PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""Lengths of the n-grams that n-gram speculation looks up. With vLLM's default, 5 exactly, it hardly ever finds one."""
+
+GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    rollout: RolloutConfig
+    model_path: str
+    drafter_folder: str | None
+    """Checkpoint folder of the first serving drafter; None runs without a drafter."""
+    serving: ServingSpec | None
+    seed: int
+    scratch: str
+    """Folder in shared memory for features and weights of this engine."""
+    versions: Versions = field(default_factory=lambda: Versions(0, 0))
+    weight_transfer: str = "files"
+    """How the policy's weights arrive, see PolicyConfig."""
+    speculation: Literal["drafter", "ngram"] = "drafter"
+    """What proposes draft tokens: the drafter, if there is one, or a look-up of n-grams in the request's own text."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether anything proposes draft tokens."""
+        return self.drafter_folder is not None or self.speculation == "ngram" or self.rollout.history is not None
+
+    @property
+    def chooses_length(self) -> bool:
+        """Whether the engine may choose the draft length that is fastest."""
+        proposes = self.drafter_folder is not None or self.rollout.history is not None
+        return proposes and self.rollout.speculation.adaptive
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """The arguments of AsyncEngineArgs. Raises ValueError when there are fewer GPUs than tensor-parallel ranks.
+
+    Without speculation, our scheduler only adds up steps, and extends the one that vLLM would choose by itself. With
+    speculation, vLLM's asynchronous scheduling is off: requests that are preempted while they speculate, as in every policy
+    update, would read memory that is not theirs (https://github.com/vllm-project/vllm/issues/49620). The price is that a
+    GPU waits for the scheduler in each step.
+    """
+    from vllm.platforms import current_platform
+
+    rollout, on_cpu = spec.rollout, current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "max_num_seqs": rollout.max_num_seqs,
+        # vLLM copies the states of linear attention with Triton kernels only
+        "enable_prefix_caching": not has_linear_attention(Path(spec.model_path)),
+        "model": spec.model_path,
+        "dtype": rollout.dtype,
+        "seed": spec.seed,
+        # k+1 spare positions: vLLM stops drafting for the whole batch when one request comes this close to the end
+        "max_model_len": rollout.num_positions,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": False,
+        "worker_extension_cls": f"{PACKAGE}.worker_extension.CotrainWorker",
+    }
+    if on_cpu:
+        from cotrain.engine.cpu import CPU_ARGUMENTS
+
+        # A prompt is found in the prefix cache by whole blocks, and vLLM's 128 tokens are more than many prompts have.
+        arguments |= CPU_ARGUMENTS | {"block_size": CPU_BLOCK_TOKENS}
+    if (ranks := rollout.tensor_parallel_size) > 1:
+        if not on_cpu and (num_gpus := current_platform.device_count()) < ranks:
+            raise ValueError(f"rollout.vllm.tensor_parallel_size: {ranks} is above the {num_gpus} GPUs here; lower it")
+        # In a placement group of Ray, vLLM would otherwise ask Ray for workers.
+        arguments["distributed_executor_backend"] = "mp"
+    speculation = _speculation(spec)
+    overlaps = speculation is None and not on_cpu  # on a CPU vLLM never overlaps steps
+    arguments["scheduler_cls"] = (
+        f"{PACKAGE}.scheduling.{'OverlappingScheduler' if overlaps else 'DraftLengthScheduler'}"
+    )
+    if speculation is not None:
+        # vLLM would not use the last cached block of a prompt, because the drafter's last key and value in it follow from the
+        # token behind it. The samples of a prompt have that token in common, and a block is a large part of a prompt on a CPU.
+        speculation |= {"disable_eagle_block_drop": True} if on_cpu else {}
+        arguments["async_scheduling"] = False
+        if not on_cpu and not GRAPH_ARGUMENTS & rollout.vllm.keys():
+            arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.num_speculative_tokens)
+    if spec.weight_transfer != "files":
+        arguments["weight_transfer_config"] = {"backend": spec.weight_transfer}
+    arguments |= rollout.vllm
+    if speculation is not None:
+        arguments["speculative_config"] = speculation
+        arguments["per_request_spec_decode_metrics"] = "detailed"  # acceptance is judged at the lengths really drafted
+        if spec.serving is not None and spec.serving.target_overrides:
+            arguments["hf_overrides"] = dict(spec.serving.target_overrides)
+    return arguments
+
+
+def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
+    """vLLM's speculative_config; None when nothing proposes draft tokens."""
+    config = {"num_speculative_tokens": spec.rollout.num_speculative_tokens}
+    if spec.drafter_folder is None or spec.serving is None:
+        # A history without a drafter takes the place of vLLM's look-up of n-grams.
+        return {"method": "ngram", **config, **PROMPT_LOOKUP} if spec.speculates else None
+    method, draws = spec.serving.method, spec.rollout.draft_sample_method
+    return {"method": method, "model": spec.drafter_folder, "draft_sample_method": draws, **config}
+
+
+def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:
+    """Return the numbers of rows that CUDA graphs are captured for: up to max_num_seqs requests, with and without drafts.
+
+    vLLM's own list ends at 512 rows, and larger steps run without a graph, such as 256 requests with 2 draft tokens each.
+    """
+    requests = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
+    return sorted({n * rows for n in requests if n <= max_num_seqs for rows in (1, num_speculative_tokens + 1)})

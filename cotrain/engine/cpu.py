@@ -1,0 +1,280 @@
+"""What only vLLM's CPU build (0.32) needs: arguments, and patches of its faults.
+
+A patch of a fault says when it can go. cpu_packing.py is the other file about the CPU build.
+"""
+
+import copy
+import gc
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cotrain.engine.interface import (
+    DRAFTING,
+    KERNELS,
+    KNOWN_VERSION,
+    LINEAR_ATTENTION,
+    MOE_METHOD,
+    PROPOSER,
+    RUNNER,
+    SAMPLING,
+    moved,
+    wrap,
+)
+from cotrain.process.children import follow_parent
+
+CPU_ARGUMENTS = {
+    "enforce_eager": True,  # compiling takes half a minute at each start
+    # A single worker runs inside the engine core, as on one GPU, which saves a process and passing each step's tensors to
+    # it. On a CPU vLLM replaces "uni" by processes to set OpenMP up for them; our environment has done that already.
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+}
+
+
+class _Forked(ForkProcess):
+    def run(self) -> None:
+        follow_parent()  # a child that outlives its parent keeps copies of its sockets open, which hides the parent's death
+        gc.freeze()  # keeps objects of the parent, such as Ray's references, from being collected here
+        if "ray" in sys.modules:  # vLLM cannot set the title of a process whose title Ray has set before
+            from ray._raylet import setproctitle  # type: ignore[attr-defined]
+
+            setproctitle(f"VLLM::{self.name}")
+        super().run()
+
+
+class _Forking(ForkContext):
+    Process = _Forked
+
+
+def fork_engine_core() -> None:
+    """Make vLLM fork its engine core from this process, which has imported vLLM, instead of importing it once more.
+
+    That saves 9 s of processor time, and as much for each tensor-parallel worker, which is forked from the core. The
+    process must have been started with `threads.engine_environment`, because the core inherits its OpenMP runtime;
+    libiomp5 can be forked, libgomp only as long as it has started no thread.
+    """
+    import vllm.v1.engine.utils as cores
+    import vllm.v1.executor.multiproc_executor as workers
+
+    apply(leave_llvmlite_out)  # before a core looks for kernels, which is before it imports our extension
+    cores.get_mp_context = workers.get_mp_context = _Forking
+
+
+def leave_llvmlite_out(original: Any, overrides: Any) -> None:
+    """Keep vLLM's search for kernels away from llvmlite, which numba imports.
+
+    The search reads the __dict__ of everything in all modules. llvmlite's library returns a function for any name, even
+    for __dict__, and the engine core would not start.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "llvmlite"}
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        original(overrides)
+    finally:
+        sys.modules.update(hidden)
+
+
+def expand_batch_to_tokens(
+    original: Any, x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Give each draft token its request's temperature, top-p and top-k: x[b] for each of request b's draft tokens.
+
+    The CPU build writes them to a temporary and drops it, so every draft token is verified with uninitialised
+    parameters: with temperature > 0 the output distribution is wrong, silently.
+    https://github.com/vllm-project/vllm/issues/55005; this can go when that is fixed in the pinned version.
+
+    x [B] -> [num_tokens]; cu_num_tokens [B] is a running sum.
+    """
+    counts = torch.diff(cu_num_tokens.to(torch.int64), prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64))
+    x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(x, counts, output_size=num_tokens)
+
+
+def spare_generators(original: Any, runner: Any, grammar_output: Any) -> Any:
+    """Let a seeded request be prefilled in chunks.
+
+    vLLM discards what is sampled after a chunk, and then rewinds the request's generator by an offset. CPU generators have no
+    offset, and the engine dies. Here such samples are drawn from the engine's own generator and leave the request's alone.
+    This can go when GPUModelRunner._bookkeeping_sync of the pinned version rewinds CPU generators.
+    """
+    batch = runner.input_batch
+    thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+    spared = {i: batch.generators.pop(i) for i in thrown_away if i in batch.generators}
+    try:
+        return original(runner, grammar_output)
+    finally:
+        batch.generators.update(spared)
+
+
+def sample_in_draft_vocabulary(
+    original: Any, proposer: Any, hidden: Tensor, sampling_metadata: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Sample draft tokens in the draft vocabulary, where the drafter's logits are.
+
+    vLLM first spreads the logits over the target's vocabulary (compute_logits of llama_eagle3.py) and then draws from all of
+    it, which for a drafter with 8192 of 49152 tokens is six times as many. The distribution and the greedy tokens are the
+    same. This can go when vLLM samples before it spreads.
+
+    hidden [B, H] -> (target token ids [B], probabilities [B, V] or None if greedy).
+    """
+    model = proposer.model
+    offsets = getattr(model, "draft_id_to_target_id", None)  # target id - draft id, [V_draft]
+    if offsets is None:
+        return original(proposer, hidden, sampling_metadata)
+    logits = model.logits_processor(model.lm_head, hidden)
+    draft_ids, draft_probs = proposer._sample_from_logits(logits, sampling_metadata)
+    token_ids = draft_ids + offsets[draft_ids]
+    if draft_probs is None:
+        return token_ids, None
+    targets = offsets + torch.arange(offsets.numel(), device=offsets.device)
+    probs = draft_probs.new_zeros(hidden.shape[0], model.config.vocab_size)
+    return token_ids, probs.index_copy_(1, targets, draft_probs)
+
+
+def draw(probs: Tensor, seeds: Tensor | None = None) -> Tensor:
+    """Draw one token from each row of unnormalised probabilities [B, V], with the kernel of vLLM's plain sampler.
+
+    seeds [B]: by default, from the default generator. A row of zeros gives any token.
+    """
+    seeds = torch.randint(2**31, (len(probs),)) if seeds is None else seeds
+    return torch.ops._C.fused_gumbel_argmax(probs.log(), seeds)
+
+
+def draw_recovered_tokens(
+    original: Any,
+    max_spec_len: int,
+    num_draft_tokens: list[int],
+    cu_num_draft_tokens: Tensor,
+    draft_token_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    sampling_metadata: Any,
+    *rest: Any,
+) -> Tensor:
+    """Draw what replaces a rejected draft token, from max(0, p - q) at each of the N draft tokens.
+
+    vLLM draws exponential noise for the tokens of the vocabulary one by one, 10 ms for 16 requests at 49152 tokens. Its plain
+    sampler has a kernel for the CPU, which is used here. This can go when sample_recovered_tokens uses it too.
+
+    draft_token_ids [N], draft_probs [N, V] or None (the draft token has all of q), target_probs [N, V] -> [N].
+    """
+    if draft_probs is None:
+        residual = target_probs.scatter(1, draft_token_ids.long()[:, None], 0.0)
+    else:
+        # Where q is NaN the draft token is always rejected, and the distribution is p.
+        residual = torch.where(draft_probs > 0, target_probs - draft_probs, target_probs).clamp_(min=0)
+    seeds = torch.randint(2**31, (len(residual),))
+    ends = cu_num_draft_tokens.tolist()
+    for request, generator in sampling_metadata.generators.items():
+        own = seeds[ends[request] - num_draft_tokens[request] : ends[request]]
+        own.random_(2**31, generator=generator)
+    return draw(residual, seeds).to(draft_token_ids.dtype)
+
+
+def no_noise(original: Any, probs: Tensor, *rest: Any) -> Tensor:
+    """Leave out the noise that `draw_draft_tokens` has no use for."""
+    return probs.new_empty(0)
+
+
+def draw_draft_tokens(original: Any, probs: Tensor, noise: Tensor) -> Tensor:
+    """Draw draft tokens with the plain sampler's kernel, for the same reason and as long as `draw_recovered_tokens` does.
+
+    probs [B, V] -> [B].
+    """
+    return draw(probs)
+
+
+def pack_updated_experts(original: Any, method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+    """Pack the experts of a mixture after every update, not only after the first load.
+
+    The CPU build packs them when their kernel is made. An update then puts plain weights where the kernel reads packed
+    ones, and every token is computed with shuffled experts, silently. This can go when _setup_kernel of the pinned version's
+    unquantized_fused_moe_method.py packs in both cases (GPU kernels: https://github.com/vllm-project/vllm/issues/42821).
+    """
+    is_update = method.moe_kernel is not None
+    original(method, layer, w13, w2)
+    if is_update:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def pad_short_drafts(
+    original: Any, layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any
+) -> Tensor:
+    """Let models with linear attention (gated delta nets) draft fewer tokens than the maximum.
+
+    The CPU build keeps the inputs of each request's convolution in a row. It appends those of a step in the right place only
+    if the maximum number of tokens was drafted. After a shorter step the convolution reads rejected tokens, and the output
+    changes silently, or the engine dies. Here every request is padded to the most rows it may have, and what is computed for
+    the added rows is dropped, as after a rejection. This can go when _spec_forward of the pinned version's
+    layers/mamba/ops/cpu/gdn_attention.py appends after the previous width - 2 inputs.
+    """
+    *_, width, most_inputs = caches
+    count, most_rows = metadata.num_spec_decodes, most_inputs - width + 2
+    starts = metadata.spec_query_start_loc[: count + 1]
+    firsts = torch.arange(count + 1, dtype=starts.dtype) * most_rows
+    num_rows = int(starts[-1])
+    places = torch.arange(num_rows) + torch.repeat_interleave(firsts[:-1] - starts[:-1], starts.diff())
+
+    def padded(rows: Tensor) -> Tensor:
+        return rows.new_zeros(count * most_rows, *rows.shape[1:]).index_copy_(0, places, rows[:num_rows])
+
+    metadata = copy.copy(metadata)
+    metadata.spec_query_start_loc = firsts
+    return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
+
+
+PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
+    leave_llvmlite_out: (KERNELS, "_rebind_kernels"),
+    expand_batch_to_tokens: (SAMPLING, "expand_batch_to_tokens"),
+    spare_generators: (RUNNER, "sample_tokens"),
+    sample_in_draft_vocabulary: (PROPOSER, "_sample_draft_tokens"),
+    no_noise: (DRAFTING, "empty_exponential_noise_like"),
+    draw_draft_tokens: (DRAFTING, "sample_with_exponential_noise"),
+    draw_recovered_tokens: (SAMPLING, "sample_recovered_tokens"),
+    pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
+    pad_short_drafts: (LINEAR_ATTENTION, "_spec_forward"),
+}
+"""Our function -> (module or class, name) of the function that it replaces and gets as its first argument."""
+
+
+def apply_patches() -> None:
+    """Apply the patches that this platform needs.
+
+    Raises RuntimeError for a vLLM that is not supported, and for one in which a function or attribute that we need has moved.
+    """
+    from vllm import __version__
+
+    if not __version__.startswith(KNOWN_VERSION):
+        raise RuntimeError(f"cotrain supports vLLM {KNOWN_VERSION}, this is {__version__}")
+    if problems := moved():
+        raise RuntimeError(f"this vLLM {__version__} is not the one that cotrain knows: {'; '.join(problems)}")
+    correct()
+
+
+def correct() -> tuple[str, ...]:
+    """Apply the patches if this is a CPU build, whatever its version. Each is applied once a process. Returns their names.
+
+    Raises AttributeError or ImportError when a function that one of them replaces is missing.
+    """
+    from vllm.platforms import current_platform
+
+    patches = tuple(PATCHES) if current_platform.is_cpu() else ()
+    if find_spec(KERNELS) is None:  # vLLM searches for kernels since 0.31
+        patches = tuple(patch for patch in patches if patch is not leave_llvmlite_out)
+    for owner, name in (PATCHES[patch] for patch in patches):
+        getattr(pkgutil.resolve_name(owner), name)  # raises before any patch is applied
+    for patch in patches:
+        apply(patch)
+    return tuple(patch.__name__ for patch in patches)
+
+
+def apply(patch: Callable[..., Any]) -> None:
+    owner, name = PATCHES[patch]
+    wrap(pkgutil.resolve_name(owner), name, patch)

@@ -1,0 +1,254 @@
+"""A hook into the drafting of vLLM's model runner V1: it feeds the tap, and makes draft length 0 free.
+
+Like cpu.py and weights.py, it touches vLLM's internals in the worker. model_runner_v2.py does the same for the V2 runner.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cotrain.engine.scheduling import computes_prompts
+from cotrain.engine.tap import FeatureTap
+from cotrain.transport.features import FeatureRecord
+from drafters.base import SamplingParams
+
+MOST_UNREAD_BYTES = 64 * 2**20
+"""Most bytes of hidden states that wait for the drafter while speculation is off."""
+
+
+class Rows(NamedTuple):
+    """What the target computed of one request at n successive positions."""
+
+    request: str
+    first_position: int
+    token_ids: Tensor  # [n]
+    hidden: Tensor  # [n, W]
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return self.first_position + len(self.hidden)
+
+
+class UnreadRows:
+    """Rows that the drafter has not read yet, by request and in the order of its text.
+
+    A drafter attends to every position before the one it drafts at. While speculation is off, the drafter's pass is left out,
+    and the rows that it would have read wait here, until drafting begins again or too many bytes wait.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, list[Rows]] = {}
+        self.num_bytes = 0
+
+    def add(self, rows: Rows) -> None:
+        """Keep rows, whose tensors must not change any more. If they do not continue the request's earlier rows, forget those."""
+        run = self._runs.setdefault(rows.request, [])
+        if run and run[-1].end != rows.first_position:
+            run.clear()
+        run.append(rows)
+        self.num_bytes += rows.hidden.nbytes
+
+    def clear(self) -> None:
+        self._runs.clear()
+        self.num_bytes = 0
+
+    def take(self, step: Sequence[Rows]) -> list[Rows]:
+        """Return the rows that lead up to the rows of a step, in one piece for each request. All others are forgotten.
+
+        The token that follows is added, so that there is one token more than hidden states. A request that is computed again
+        after a preemption or an update of the policy needs only what lies before its new first row.
+        """
+        found = []
+        for rows in step:
+            run = self._runs.get(rows.request)
+            if run and run[0].first_position < rows.first_position <= run[-1].end:
+                length = rows.first_position - run[0].first_position
+                token_ids = torch.cat([part.token_ids for part in run])[:length]
+                hidden = torch.cat([part.hidden for part in run])[:length]
+                followed = torch.cat([token_ids, rows.token_ids[:1]])
+                found.append(Rows(rows.request, run[0].first_position, followed, hidden))
+        self.clear()
+        return found
+
+
+def passes(runs: Sequence[Rows], most_rows: int) -> Iterator[list[Rows]]:
+    """Yield what `take` returned, in groups of at most most_rows rows in which every run has an equal share."""
+    share = most_rows // max(1, len(runs))
+    for start in range(0, max((len(run.hidden) for run in runs), default=0), share):
+        stop = start + share
+        yield [
+            Rows(run.request, run.first_position + start, run.token_ids[start : stop + 1], run.hidden[start:stop])
+            for run in runs
+            if start < len(run.hidden)
+        ]
+
+
+def sample_plainly_without_drafts(sample: Callable[..., Any], logits: Any, drafts: Any) -> Any:
+    """Let a step in which no request has draft tokens use the sampler of an engine that does not speculate.
+
+    vLLM's rejection sampler does all its work for such a step too, which takes a quarter of the step for 16 requests of
+    SmolLM2-135M on two cores. On a CPU it also fails there with top-k set, which ends the engine.
+    """
+    return sample(logits, drafts if drafts is not None and drafts.max_spec_len else None)
+
+
+class TapHook:
+    """What the hooks into vLLM's two model runners have in common: the tap, and finding the rows of each request in a step."""
+
+    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
+        """name_of: maps vLLM's id of a request to its name in the tap; None takes the caller's own id for that."""
+        self.tap = FeatureTap()
+        self.tap_seconds = 0.0
+        self._name_of = name_of or request_id_of
+        self.reads_prompts = False
+        self.draft_length: int | None = None
+        """Most draft tokens of a request after this step, set where the runner is not told; None takes vLLM's own number."""
+        self._runner = model_runner
+
+    def take(
+        self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
+        aux_layers: Sequence[int], *last: Any,
+    ) -> FeatureRecord | None:  # fmt: skip
+        """Return what the tap holds of a finished request, or None. version: the policy's. last: see FeatureRecord."""
+        tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
+        taken = self.tap.take(name, tokens, version)
+        if taken is None:
+            return None
+        hidden, mask = taken
+        rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
+        return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
+
+    def record(self, hidden: list[Tensor], batch: Any) -> None:
+        """Give the tap the rows of a step. batch: what `_layout` reads."""
+        started = time.perf_counter()
+        for rows in self._rows(batch, hidden, "cpu"):
+            self.tap.record(*rows)
+        self.tap_seconds += time.perf_counter() - started
+
+    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+        """Return a step's request ids, the rows where each begins and the last ends, and all rows' positions and token ids."""
+        raise NotImplementedError
+
+    def _rows(self, batch: Any, hidden: list[Tensor], device: Any) -> list[Rows]:
+        """Return the rows of each request of a step, as copies, with the tensors of the list side by side.
+
+        Rejected draft tokens are among them. The tensors are the aux layers, ascending, and the final hidden state after the
+        norm. CUDA graphs overwrite all of this in the next step, so it is copied on the stream that computes.
+        """
+        request_ids, starts, positions, input_ids = self._layout(batch)
+        sizes, total = [end - start for start, end in pairwise(starts)], starts[-1]
+        first = positions[starts[:-1]].tolist()
+        token_ids = input_ids[:total].to(device, copy=True).split(sizes)
+        states = torch.cat([h[:total] for h in hidden], dim=-1).to(device).split(sizes)
+        names = map(self._name_of, request_ids)
+        return [Rows(*row) for row in zip(names, first, token_ids, states, strict=True)]
+
+
+class DraftingHook(TapHook):
+    """Replaces the runner's propose_draft_token_ids.
+
+    vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete. Here 0
+    means "speculation is off", and off has to cost nothing, so the pass is left out. With `reads_prompts`, speculation may
+    come back in the middle of a request. Steps that compute prompts then keep the pass, and the rows of the other steps are
+    put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in what it attends to.
+    """
+
+    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
+        super().__init__(model_runner, name_of)
+        self._propose = model_runner.propose_draft_token_ids
+        self._unread = UnreadRows()
+        self.let_propose(self.propose)
+
+    def let_propose(self, propose: Callable[..., Any]) -> None:
+        """Replace the runner's method by another function, which calls `propose`."""
+        self._runner.propose_draft_token_ids = propose
+
+    def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
+        """Return what the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens."""
+        return sampled.new_empty((sampled.shape[0], 0))
+
+    def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
+        """Stand in for vLLM's propose_draft_token_ids."""
+        _, aux_hidden, _, attention, _ = rest
+        if self.tap.is_recording:
+            self.record([*(aux_hidden or ()), hidden], attention)
+        off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
+        leave_out = off and not (self.reads_prompts and computes_prompts(scheduler_output))
+        if not self.reads_prompts:
+            self._unread.clear()
+        elif self._unread.num_bytes >= (MOST_UNREAD_BYTES if leave_out else 1):
+            self._read_late(hidden, attention, sampling_metadata)
+        if not leave_out:
+            return self._propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
+        if self.reads_prompts:
+            rows_of_step = self._rows(attention, aux_hidden or [hidden], hidden.device)
+            # sampled [R, 1 or more] is -1 after the last valid token. Only as many of a request's rows belong to its text.
+            for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
+                token_ids, states = rows.token_ids[:num_valid], rows.hidden[:num_valid]
+                self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
+        return self.no_drafts(scheduler_output, sampled)
+
+    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+        """Read vLLM's CommonAttentionMetadata."""
+        request_ids = self._runner.input_batch.req_ids
+        starts = batch.query_start_loc_cpu[: len(request_ids) + 1].tolist()  # there may be padding after them
+        return request_ids, starts, self._runner._get_positions(starts[-1]), self._runner.input_ids.gpu
+
+    def _read_late(self, hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
+        """Let the drafter read the waiting rows of the requests of this step, up to the step's own rows.
+
+        A draft length of 0 makes vLLM's propose run the first pass alone, which fills the drafter's KV cache. A small
+        draft model reads the token that follows as well, in a row of its own.
+        """
+        drafter = self._runner.drafter
+        step = self._rows(attention, [hidden[:, :0]], hidden.device)
+        number = {rows.request: i for i, rows in enumerate(step)}
+        unread = self._unread.take(step)
+        added_rows = len(unread) * drafter.net_num_new_slots_per_request
+        for runs in passes(unread, drafter.max_num_tokens - added_rows):
+            blocks = attention.block_table_tensor[[number[run.request] for run in runs]]
+            positions = torch.cat([torch.arange(run.first_position, run.end) for run in runs])
+            drafter.propose(
+                num_speculative_tokens=0,
+                target_token_ids=torch.cat([run.token_ids[:-1] for run in runs]),
+                target_positions=positions.to(hidden.device),
+                target_hidden_states=torch.cat([run.hidden for run in runs]),
+                next_token_ids=torch.stack([run.token_ids[-1] for run in runs]),
+                token_indices_to_sample=None,
+                common_attn_metadata=_attention_of(runs, positions, blocks, drafter.block_size),
+                sampling_metadata=sampling_metadata,
+            )
+
+
+def _attention_of(runs: list[Rows], positions: Tensor, blocks: Tensor, block_size: int) -> Any:
+    """Return vLLM's CommonAttentionMetadata of the runs. positions [N] on the CPU, blocks [R, most blocks of a request]."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    device = blocks.device
+    lengths = torch.tensor([len(run.hidden) for run in runs])
+    ends = torch.tensor([run.end for run in runs], dtype=torch.int32)
+    query_starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    owner = torch.repeat_interleave(torch.arange(len(runs)), lengths)
+    slots = blocks[owner.to(device), (positions // block_size).to(device)].long() * block_size
+    return CommonAttentionMetadata(
+        query_start_loc=query_starts.to(device),
+        query_start_loc_cpu=query_starts,
+        seq_lens=ends.to(device),
+        num_reqs=len(runs),
+        num_actual_tokens=len(positions),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(ends.max()),
+        block_table_tensor=blocks,
+        slot_mapping=slots + (positions % block_size).to(device),
+        seq_lens_cpu_upper_bound=ends,
+    )
+
+
+def request_id_of(internal_id: str) -> str:
+    """Return the caller's request id, to which vLLM has appended -<random>."""
+    return internal_id.rsplit("-", 1)[0]

@@ -1,0 +1,133 @@
+"""Decides which engines of a host are adopted, that is, draft with the drafter that the trainer beside the host trains.
+
+All other engines start exactly as the host asked, and one line of the log says why and what to do about it.
+"""
+
+import copy
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cotrain.engine.host.breaker import log
+from cotrain.engine.interface import SIDECAR, SIDECAR_OF_RUNNER, SIDECAR_VERSIONS, moved_in
+from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Settings, Spool, remove_leftovers
+
+CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
+"""If this variable is set, the process that makes an engine ends before it loads a model. The verdict is in the spool."""
+
+MARK = "cotrain_adopted"
+"""Attribute of an adopted engine's SchedulerConfig: the host's name. vLLM passes it on to the engine core and the workers."""
+
+HOST_HAS_SET = {
+    "speculative_config": "an engine has one proposer: leave it out",
+    "async_scheduling": "a preempted request that speculates would read memory that is not its own: leave it out",
+    "logits_processors": "vLLM refuses them beside speculation",
+    "enable_lora": "the drafter learns from one set of weights: merge the adapter",
+    "quantization": "the drafter needs the plain weights of the output head",
+    "quantization_config": "the drafter needs the plain weights of the output head",
+}
+"""Arguments of vLLM that keep an engine from being adopted when the host sets them, and why."""
+
+
+class NotAdopted(Exception):
+    """An engine is not adopted. The message says why, and what would change that."""
+
+
+def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: Any) -> Any:
+    """Return the VllmConfig of an engine: with our drafter if the engine is adopted, else exactly what vLLM makes of `args`.
+
+    original: EngineArgs.create_engine_config. Raises what it raises for the host's own arguments, and SystemExit in a check.
+    """
+    if not os.environ.get(VARIABLE):  # the host has unset it since the plugin was loaded
+        return original(args, *rest, **options)
+    try:
+        ours = copy.copy(args)  # so that a second call for the same engine gives the same result
+        spool = Spool(os.environ[VARIABLE])
+        remove_leftovers(spool.folder.parent, Path("/dev/shm"))
+        settings = check_arguments(args, spool)
+        loading = {"draft_load_config": {"load_format": "auto"}}  # hosts such as verl load their policy as "dummy"
+        ours.speculative_config, ours.async_scheduling = settings.speculative_config | loading, False
+        config = original(ours, *rest, **options)
+        check_config(config)
+        host = os.environ.get(HOST_VARIABLE) or f"session {os.getsid(0)} of {os.readlink('/proc/self/ns/pid')}"
+        setattr(config.scheduler_config, MARK, host)
+        config.scheduler_config.get_scheduler_cls()  # runs the plugin's hook: if it fails, the engine is not adopted
+        _claim(spool, settings, config, host)
+        log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
+        _tell(args.model, None)
+        return config
+    except Exception as error:
+        is_known = isinstance(error, NotAdopted)
+        reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+        log.warning("cotrain: this engine of %s gets no drafter: %s", args.model, reason, exc_info=not is_known)
+        _tell(args.model, reason)
+    return original(args, *rest, **options)
+
+
+def _tell(model: str, reason: str | None) -> None:
+    """Write the verdict on an engine into the spool. In a check of the host's command, this also ends the process."""
+    with suppress(OSError, ValueError):
+        Spool(os.environ[VARIABLE]).add_verdict({"model": model, "pid": os.getpid(), "reason": reason})
+    if CHECK_VARIABLE in os.environ:
+        raise SystemExit("cotrain: the check ends here, before a model is loaded")
+
+
+def check_arguments(args: Any, spool: Spool) -> Settings:
+    """Check vLLM's EngineArgs before an engine is configured, and return the trainer's settings. Raises NotAdopted."""
+    try:
+        settings = spool.settings()
+    except ValueError as error:
+        raise NotAdopted(str(error)) from error
+    if args.model != settings.model and os.path.realpath(args.model) != os.path.realpath(settings.model_path):
+        raise NotAdopted(f"the trainer's drafter is for {settings.model}")
+    if not spool.is_alive():
+        raise NotAdopted(f"the trainer of {spool.folder} shows no sign of life: start it again")
+    if (args.worker_extension_cls or "").startswith("cotrain."):
+        raise NotAdopted("a run of cotrain has started it, which trains its drafter itself")
+    for name, reason in HOST_HAS_SET.items():
+        if getattr(args, name):
+            raise NotAdopted(f"the host has set {name}, and {reason}")
+    _check_vllm()
+    return settings
+
+
+def _check_vllm() -> None:
+    import vllm
+
+    if not vllm.__version__.startswith(tuple(f"{known}." for known in SIDECAR_VERSIONS)):
+        known = f"{SIDECAR_VERSIONS[0]} to {SIDECAR_VERSIONS[-1]}"
+        raise NotAdopted(f"this is vLLM {vllm.__version__}: install one of {known}")
+    _check_hooks(SIDECAR)
+
+
+def _check_hooks(table: dict[str, str]) -> None:
+    import vllm
+
+    if moved := moved_in(Path(vllm.__file__).parents[1], table):
+        raise NotAdopted(f"this vLLM {vllm.__version__} is not the one that was published: {'; '.join(moved)}")
+
+
+def check_config(vllm_config: Any) -> None:
+    """Check the VllmConfig that was made with our drafter. Raises NotAdopted."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    _check_hooks(SIDECAR_OF_RUNNER[vllm_config.use_v2_model_runner])
+    if model.quantization is not None:
+        raise NotAdopted(f"its weights are quantized ({model.quantization}): take a checkpoint with plain weights")
+    if model.runner_type != "generate":
+        raise NotAdopted(f"it does not generate text but is for {model.runner_type}")
+    if (num_ranks := parallel.world_size * parallel.data_parallel_size) != 1:
+        raise NotAdopted(f"it has {num_ranks} ranks: only an engine on a single device can be adopted")
+
+
+def _claim(spool: Spool, settings: Settings, config: Any, host: str) -> None:
+    """Show that an engine lives, so that its first drafter stays until it is loaded. Raises NotAdopted if another host's does."""
+    try:
+        engine = spool.join(config.instance_id, host, alone=not settings.replicas)
+    except ValueError as error:
+        raise NotAdopted(str(error)) from error
+    weakref.finalize(config, engine.close)
+    if not spool.is_alive():
+        raise NotAdopted(f"the trainer of {spool.folder} has just ended: start it again")

@@ -1,0 +1,108 @@
+"""Notices when a host changes its policy's weights, and writes the two matrices of each version that the trainer needs.
+
+Hosts load weights in many ways. Every way that vLLM offers is wrapped. A host that writes into parameters directly is noticed
+by comparing a few hundred of their elements whenever the engine starts on new requests while no others run.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+from cotrain.engine import loading as weights
+from cotrain.engine.interface import wrap
+from cotrain.weights.payload import write_payload
+
+KEPT_VERSIONS = 2
+MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4
+"""About how many elements of each matrix and each vector are compared."""
+UPDATES = ("finish_weight_update", "reload_weights", "wake_up")
+"""Methods of vLLM's worker after which it may serve other weights."""
+
+
+class PolicyWatch:
+    """Watches the policy of one worker. Its versions count from 0."""
+
+    def __init__(self, worker: Any, folder: Path):
+        """folder: where the matrices of each version are written."""
+        self._worker, self._folder = worker, folder
+        self._model: nn.Module = worker.model_runner.get_model()
+        self.version = 0
+        self._in_update = self._opened = False
+        self.is_dirty = False
+        """Whether the weights that are served may differ from those of `version`."""
+
+    def hook_in(self) -> None:
+        """Notice updates from now on."""
+        wrap(self._model, "load_weights", self._load)
+        for name in UPDATES:
+            wrap(self._worker, name, self._update)
+
+    def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.is_dirty = True
+        self._open()
+        with set_current_vllm_config(self._worker.vllm_config):
+            return load(*args, **kwargs)
+
+    def _update(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_update = True
+        try:
+            return update(*args, **kwargs)
+        finally:
+            self._in_update, self.is_dirty = False, True
+
+    def _open(self) -> None:
+        """Let a host load weights into a CPU build outside of vLLM's own update, even one parameter at a time.
+
+        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. Errors in here are the host's,
+        because this is part of its own load. `finish` ends the load before the next step.
+        """
+        in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
+        if self._worker.device.type != "cpu" or in_session or any(p.is_meta for p in self._model.parameters()):
+            return
+        initialize_layerwise_reload(self._model)
+        self._opened = True
+
+    def finish(self) -> None:
+        """End a load that `_open` has begun, if there is one."""
+        if self._opened:
+            self._opened = False
+            with set_current_vllm_config(self._worker.vllm_config):
+                weights.finish_reload(self._model, self._worker.model_config)
+
+    def has_moved(self) -> bool:
+        """Do the compared elements differ from those of `version`?"""
+        return not torch.equal(self._elements(), self._known)
+
+    def write(self) -> None:
+        """Write the embedding and head of `version`, which is served now. Raises OSError when the disk is full."""
+        self._known = self._elements()
+        path = self._folder / f"{self.version}.safetensors"
+        write_payload(self._matrices(), path, self._worker.model_config.dtype)
+        for old in sorted(self._folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem))[:-KEPT_VERSIONS]:
+            old.unlink()
+
+    def _matrices(self) -> dict[str, Tensor]:
+        """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out.
+
+        Raises ValueError for a model with several embeddings or heads.
+        """
+        found = [module for module in self._model.modules() if isinstance(module, VocabParallelEmbedding)]
+        embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
+        tied = [e.weight for e in embeddings]
+        heads = [m for m in found if isinstance(m, ParallelLMHead) and not any(m.weight is w for w in tied)]
+        if len(embeddings) != 1 or len(heads) > 1:
+            raise ValueError(f"there are {len(embeddings)} embeddings and {len(heads)} heads, and not one of each")
+        named = zip(("model.embed_tokens.weight", "lm_head.weight"), [*embeddings, *heads], strict=False)
+        return {name: m.weight.detach()[: m.shard_indices.num_org_elements] for name, m in named}
+
+    def _elements(self) -> Tensor:
+        vectors = [p.detach() for p in self._model.parameters() if p.dim() == 1 and p.numel()]
+        parts = [(MATRIX_ELEMENTS, m.flatten()) for m in self._matrices().values()]
+        parts += [(VECTOR_ELEMENTS, vector) for vector in vectors]
+        return torch.cat([part[:: max(1, len(part) // number)].float() for number, part in parts]).cpu()

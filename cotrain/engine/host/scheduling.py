@@ -1,0 +1,149 @@
+"""What the sidecar adds to a host's scheduler: it decides for the whole engine, and stamps each step for the worker."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from cotrain.engine.host.breaker import Breaker
+from cotrain.engine.scheduling import WatchedScheduler, step_of, verified
+from cotrain.engine.speculation.draft_length import SpeculationController
+from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
+from cotrain.transport.spool import Spool, read_json
+
+REPORT_SECONDS = 1.0
+
+
+class Stamp(NamedTuple):
+    """What the scheduler tells the worker with a step: what to do before it, and what to report."""
+
+    tapped: dict[str, TapRequest]
+    generated: dict[str, int]  # response tokens so far of each tapped request that has not ended
+    finished: list[tuple[list[int], tuple[float, float, int], dict[str, Any]]]
+    """Tapped requests that have ended: token ids up to the true end, (temperature, top-p, top-k), facts for the trainer."""
+    publication: dict[str, Any] | None  # the drafter that serves from this step on
+    window: dict[str, Any] | None  # see SpeculationController.report
+    counts: dict[str, int]
+    dropped: dict[str, int]  # number of requests by the reason why they are not tapped
+    hooks_off: list[str]
+
+
+class Decisions:
+    """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted."""
+
+    def __init__(self, spool: Spool, scheduler: Any, breaker: Breaker):
+        config, self._spool, self._settings, self._breaker = scheduler.vllm_config, spool, spool.settings(), breaker
+        self._controller = SpeculationController(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
+        width = (len(self._settings.aux_layers) + 1) * config.model_config.get_hidden_size()
+        row_size, room = row_bytes(width, config.model_config.dtype.itemsize), self._settings.max_bytes
+        self._admission = Admission(self._settings.share, room, row_size, config.instance_id)
+        self._requests: dict[str, Any] = scheduler.requests
+        self._facts, self._seen = spool.engine(config.instance_id).facts, dict[Any, int]()
+        self._attached, self._on, self._publication, self._reported = False, True, None, 0.0
+        self._drafter: Any = 0, None  # version and digests, since a trainer that was restarted may use a version again
+        self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
+        self._finished, self._counts = list[Any](), Counter[str]()
+
+    def draft_lengths(self) -> list[int] | None:
+        """Look for news in the spool, and return the draft length by batch size, or None to draft nothing."""
+        lengths = self._controller.draft_lengths(time.perf_counter())
+        if (facts := self._news(self._facts)) is not None:
+            self._attached = facts["attached"]
+            if self._attached and self._settings.adaptive:
+                self._controller.begin_measuring(live=True)
+        if (settings := self._news(self._spool.settings_file)) is not None:
+            self._admission.share = settings["share"]  # a trainer that was restarted may ask for less
+        if (current := self._news(self._spool.current)) is not None:
+            self._on, drafter = current.get("on", True), (current["version"], current.get("digests"))
+            if drafter != self._drafter:
+                self._drafter, self._publication = drafter, current
+                self._controller.new_drafter(current.get("expected_rates"))
+        if self._controller.has_measured:
+            self._controller.end_measuring()  # the controller chooses lengths from now on
+        return lengths if self._attached and self._on else None
+
+    def stamp(self, output: Any) -> Stamp:
+        """Return what a SchedulerOutput carries to the worker."""
+        publication, self._publication, window, now = self._publication, None, None, time.perf_counter()
+        if now - self._reported > REPORT_SECONDS:
+            self._reported, window = now, self._controller.report()
+        new = output.scheduled_new_reqs
+        tapped = self._admission.admit(new) if new and self._spool.is_alive() else {}
+        self._counts["tapped"] += len(tapped)
+        self._steps |= {name: [] for name in tapped}
+        finished, self._finished = self._finished, []
+        generated = {name: self._requests[name].num_output_tokens for name in self._admission.tapped}
+        counts, dropped = dict(self._counts), dict(self._admission.dropped)
+        return Stamp(tapped, generated, finished, publication, window, counts, dropped, self._breaker.off)
+
+    def observe(self, output: Any, sampled: Any) -> None:
+        """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end."""
+        step = step_of(output, sampled)
+        self._controller.observe(step)
+        drafts = verified(output, sampled)
+        for name in drafts.keys() & self._steps.keys():
+            self._steps[name].append(drafts[name])
+        drafted, accepted = map(sum, zip((0, 0), *step.drafts, strict=True))
+        counts = {"drafts": len(drafts), "drafted_tokens": drafted, "accepted_tokens": accepted}
+        self._counts.update(counts, generated_tokens=step.num_tokens)
+
+    def pause(self) -> None:
+        self._controller.idle(time.perf_counter())
+
+    def finish(self, request: Any) -> None:
+        """Note that a request of vLLM's has ended; a tapped one goes into the next stamp."""
+        self._counts["finished"] += 1
+        name, law = request.request_id, request.sampling_params
+        if self._admission.tapped.pop(name, None) is None:
+            return
+        reason, seconds = str(request.get_finished_reason()), time.time() - request.arrival_time
+        told = {"name": name, "prompt_tokens": request.num_prompt_tokens, "tokens": request.num_tokens}
+        told |= {"finish_reason": reason, "seconds": seconds, "verification_steps": self._steps.pop(name)}
+        self._finished.append((list(request.all_token_ids), (law.temperature, law.top_p, max(law.top_k, 0)), told))
+
+    def _news(self, path: Any) -> Any:
+        """Return what a JSON file holds if it was replaced since the last call, else None."""
+        with suppress(OSError, ValueError):  # the spool is gone, and somebody else may have taken its place
+            self._spool.check()
+            seen = path.stat().st_mtime_ns
+            if seen != self._seen.get(path):
+                self._seen[path] = seen
+                return read_json(path)
+        return None
+
+
+class HostScheduling(WatchedScheduler):
+    """Mixed into the host's own scheduler class. No failure in here reaches the host; the engine then drafts nothing."""
+
+    cotrain_spool: Spool
+
+    def cotrain_start(self) -> None:
+        self._cotrain_breaker = Breaker()
+        self._cotrain = self._cotrain_breaker.call(Decisions, self.cotrain_spool, self, self._cotrain_breaker)
+
+    def _ask(self, decide: Callable[..., Any], *args: Any) -> Any:
+        return None if self._cotrain is None else self._cotrain_breaker.call(decide, self._cotrain, *args)
+
+    def cotrain_choose_lengths(self) -> None:
+        lengths, most = self._ask(Decisions.draft_lengths), self.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
+        self.dynamic_sd_lookup = [0] * (most + 1) if lengths is None or self._cotrain_breaker.off else lengths
+
+    def cotrain_stamp(self, output: Any) -> Stamp | None:
+        self._cotrain_length = output.num_spec_tokens_to_schedule
+        return self._ask(Decisions.stamp, output)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Cut drafts to the length of the step. Model runner V2 drafts the most before vLLM 0.32, or if it cannot be watched."""
+        draft_token_ids.draft_token_ids = [ids[: self._cotrain_length] for ids in draft_token_ids.draft_token_ids]
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
+    def cotrain_observe(self, output: Any, sampled: Any) -> None:
+        self._ask(Decisions.observe, output, sampled)
+
+    def cotrain_pause(self) -> None:
+        self._ask(Decisions.pause)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._ask(Decisions.finish, request)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]

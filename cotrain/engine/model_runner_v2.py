@@ -1,0 +1,93 @@
+"""A hook into the drafting of vLLM's model runner V2, its default on GPUs: it feeds the tap, and keeps the draft length.
+
+Like hooks.py, which does the same for the V1 runner, it touches vLLM's internals in the worker. V2 gives its speculator
+all rows of a step and all hidden states before it drafts.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cotrain.engine.hooks import TapHook
+from cotrain.engine.interface import SPECULATOR_TAKES
+
+LENGTH = "num_speculative_tokens"
+"""The argument that passes a step's draft length to the speculator, since vLLM 0.32."""
+
+
+class SpeculatorHook(TapHook):
+    """Replaces the speculator's `propose`, and corrects what the runner tells the scheduler about its drafts.
+
+    For draft length 0, V2 still runs the drafter's first pass, which keeps the drafter's KV cache complete. That pass is
+    left out unless speculation may come back in the middle of a request (`reads_prompts`).
+    """
+
+    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
+        """Raise ValueError, and touch nothing, when this runner is not as we know it."""
+        super().__init__(model_runner, name_of)
+        speculator, states = model_runner.speculator, _own_states(model_runner.get_model())
+        takes = [*inspect.signature(speculator.propose).parameters]
+        if takes[: len(SPECULATOR_TAKES)] != SPECULATOR_TAKES:
+            raise ValueError(f"{type(speculator).__name__}.propose takes ({' '.join(takes)})")
+        if states is not None:
+            raise ValueError("the policy gives its drafter other hidden states than its head")
+        self._speculator, self._propose = speculator, speculator.propose
+        self._takes_length = LENGTH in takes
+        self._take_draft_token_ids, self._has_drafted = model_runner.take_draft_token_ids, True
+        model_runner.take_draft_token_ids = self.take_draft_token_ids
+        self.let_propose(self.propose)
+
+    def let_propose(self, propose: Callable[..., Any]) -> None:
+        """Replace the speculator's `propose` by another function, which calls ours. Dummy runs still go to vLLM's own."""
+
+        def stand_in(*args: Any, **options: Any) -> Any:
+            self._has_drafted = True
+            return (self._propose if options.get("dummy_run") else propose)(*args, **options)
+
+        self._speculator.propose = stand_in
+
+    def propose(
+        self, input_batch: Any, attn_metadata: Any, slot_mappings: Any, hidden: Tensor, aux_hidden: Any, *rest: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """Stand in for the speculator's propose. Returns draft tokens [R, most draft tokens]."""
+        if self.tap.is_recording:
+            self.record([*(aux_hidden or ()), hidden], input_batch)
+        length = options.get(LENGTH, self.draft_length)
+        if length == 0 and self.draft_length == 0 and not self.reads_prompts:
+            return self.no_drafts(input_batch)
+        most = self._speculator.num_speculative_steps
+        if length is not None and not self._takes_length:
+            # At least one token, because that pass keeps the KV cache complete. The scheduler leaves out the rest.
+            self._speculator.num_speculative_steps = max(1, length)
+        try:
+            return self._propose(input_batch, attn_metadata, slot_mappings, hidden, aux_hidden, *rest, **options)
+        finally:
+            self._speculator.num_speculative_steps = most
+
+    def no_drafts(self, input_batch: Any, *rest: Any, **options: Any) -> Tensor:
+        """Return zeros that the runner takes for drafts, [R, most draft tokens]. The scheduler is not told of them."""
+        self._has_drafted = False
+        shape = input_batch.num_reqs, self._speculator.num_speculative_steps
+        return torch.zeros(shape, dtype=torch.long, device=input_batch.input_ids.device)
+
+    def take_draft_token_ids(self) -> Any:
+        """Replace the runner's method: return what the scheduler is told about the drafts. Verified tokens stay on the device."""
+        drafts = self._take_draft_token_ids()
+        if drafts is not None and not self._has_drafted:
+            drafts.draft_token_ids = [[] for _ in drafts.draft_token_ids]
+        return drafts
+
+    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+        """Read V2's InputBatch, whose rows of padding come last."""
+        starts = batch.query_start_loc[: batch.num_reqs + 1].tolist()
+        return batch.req_ids, starts, batch.positions, batch.input_ids
+
+
+def _own_states(model: Any) -> Any:
+    """What the runner gives a drafter instead of the policy's final hidden states; None for nearly all policies."""
+    states = getattr(model, "get_mtp_target_hidden_states", None)
+    return states and states()

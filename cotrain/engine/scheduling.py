@@ -1,0 +1,140 @@
+"""vLLM's schedulers with a controller that sees each step and chooses draft lengths, and a way to reach it from outside."""
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+
+from cotrain.engine.interface import attach, attached
+from cotrain.engine.speculation.draft_length import Plan, Proposed, SpeculationController, Step
+from cotrain.process.children import follow_parent
+
+
+class WatchedScheduler:
+    """Mixed into a scheduler of vLLM to act around each of its steps. Subclasses may override the methods with `cotrain_`.
+
+    A controller sees each step and chooses draft lengths up to the configured one. vLLM looks the draft length up in
+    dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.cotrain_start()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.cotrain_choose_lengths()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        attach(output, self.cotrain_stamp(output))
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # This comes before vLLM's own method, which may change both arguments.
+        self.cotrain_observe(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if not self.has_unfinished_requests():  # type: ignore[attr-defined]
+            self.cotrain_pause()
+        return outputs
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        self.cotrain_pause()  # the time of a pause does not belong to the step before it
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+
+    def cotrain_start(self) -> None:
+        scheduler: Any = self
+        max_batch = scheduler.scheduler_config.max_num_seqs
+        self.controller = SpeculationController(scheduler.num_spec_tokens, max_batch)
+
+    def cotrain_choose_lengths(self) -> None:
+        self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
+
+    def cotrain_stamp(self, output: Any) -> object:
+        """Return the record that a SchedulerOutput carries: what the worker has to know of the step."""
+        return None
+
+    def cotrain_observe(self, output: Any, sampled: Any) -> None:
+        """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
+        self.controller.observe(step_of(output, sampled))
+
+    def cotrain_pause(self) -> None:
+        """Tell the controller that the next step does not follow at once."""
+        self.controller.idle(time.perf_counter())
+
+
+class DraftLengthScheduler(WatchedScheduler, Scheduler):
+    """vLLM's synchronous scheduler, watched. It lives in the engine core, a process of its own."""
+
+    cotrain_from_history: frozenset[str] = frozenset()
+    """Requests whose next drafts to be verified come from history."""
+
+    def cotrain_start(self) -> None:
+        follow_parent()
+        super().cotrain_start()
+
+    def cotrain_stamp(self, output: Any) -> Plan:
+        # HistoryDrafting reads it in the worker, which knows each request's match.
+        return self.controller.plan(max(1, len(output.num_scheduled_tokens)))
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        proposed: Proposed = attached(draft_token_ids) or Proposed(True, frozenset())
+        if not proposed.has_passes:
+            self.controller.left_passes_out()
+        self.cotrain_from_history = self.cotrain_from_history - {*draft_token_ids.req_ids} | proposed.from_history
+        super().update_draft_token_ids(draft_token_ids)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        marked = self.cotrain_from_history.intersection(verified(scheduler_output, model_runner_output))
+        counts = [self.requests[request].spec_decode_metrics for request in marked]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for of_request in counts:  # vLLM's counts do not tell proposers apart: RolloutEngine reads the sign
+            of_request.per_step_drafted[-1] *= -1
+        return outputs
+
+
+class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler, for engines without speculation, whose steps are only added up. It schedules the next step
+    while one runs, so the time of a step is still the time between two calls of `schedule`."""
+
+
+def _call_controller(core: Any, method: str, args: list[Any], options: dict[str, Any]) -> Any:
+    """Call a method of the SpeculationController between two engine steps, for RolloutEngine.in_scheduler."""
+    return getattr(core.scheduler.controller, method)(*args, **options)
+
+
+# vLLM's "utility" calls look methods of the engine core up by name; it has no hook to add one.
+EngineCore.cotrain_speculation = _call_controller
+
+
+def computes_prompts(output: Any) -> bool:
+    """Return whether a step computes more of any request than its last token and the draft tokens after it.
+
+    That is the case for prompts, in chunks or whole, and for what is computed again after a preemption or an update of
+    the policy.
+    """
+    drafts = output.scheduled_spec_decode_tokens
+    more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
+    # A new request looks like decoding when all of its prompt but one token is in the cache.
+    return more or bool(output.scheduled_new_reqs)
+
+
+def _generated(sampled: Any) -> dict[str, int]:
+    """Return the number of tokens that a step generated for each request."""
+    token_ids = sampled.sampled_token_ids  # empty when nothing was sampled
+    return {request: len(token_ids[i]) if token_ids else 0 for request, i in sampled.req_id_to_index.items()}
+
+
+def verified(output: Any, sampled: Any) -> dict[str, tuple[int, int]]:
+    """Return (verified draft tokens, accepted ones) of each request that had drafts in a step."""
+    generated, drafted = _generated(sampled), output.scheduled_spec_decode_tokens.items()
+    return {request: (len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)}
+
+
+def step_of(output: Any, sampled: Any) -> Step:
+    return Step(
+        num_speculative_tokens=output.num_spec_tokens_to_schedule,
+        batch=len(output.num_scheduled_tokens),
+        computes_prompts=computes_prompts(output),
+        drafts=list(verified(output, sampled).values()),
+        num_tokens=sum(_generated(sampled).values()),
+    )

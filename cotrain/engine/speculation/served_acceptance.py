@@ -1,0 +1,78 @@
+"""Conditional acceptance of each draft position, as the engine serves it.
+
+a_i is the rate at which position i is accepted, given that it was drafted and all positions before it were accepted. So what is
+seen at one draft length predicts the others: a step of length k yields L_k = 1 + sum_{i<=k} prod_{j<=i} a_j tokens per request.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cotrain.engine.speculation.step_costs import Array
+
+MEMORY = 100.0
+"""Drafts after which an observation counts half, so that a drafter that collapses is switched off after about a hundred. Each
+position forgets by its own drafts, so that what is known about lengths that are not drafted at present is kept."""
+
+FIRST_RATE, FIRST_DRAFTS = 0.5, 2.0
+"""Acceptance of the first position that is assumed before anything was drafted, and the number of drafts that this counts for.
+An unknown drafter is tried wherever an acceptance of one half would pay."""
+
+DEEPER_DRAFTS = 4.0
+"""A deeper position is assumed to be like the one before it; this is the number of drafts that the assumption counts for."""
+
+EXPECTED_DRAFTS = 100.0
+"""Number of drafts that the trainer's expectation of a new drafter counts for."""
+
+
+class Choice(NamedTuple):
+    """A draft length for one request."""
+
+    length: int
+    tokens: float
+    """Expected tokens of a step."""
+    worth: float
+    """These tokens above what the time of the step would yield without speculation."""
+
+
+class ServedAcceptance:
+    """Acceptance counts by draft position, with forgetting."""
+
+    def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = ()):
+        """expected_rates [K or fewer]: for position i, the share of drafts expected to accept it and all before it."""
+        self._trials, self._accepted = np.zeros(max_speculative_tokens), np.zeros(max_speculative_tokens)
+        known = len(expected_rates)
+        self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
+        self._accepted[:known] = EXPECTED_DRAFTS * np.array(expected_rates)
+
+    def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
+        """Count one engine step: (draft tokens, accepted ones) of each request with drafts."""
+        if not drafts:
+            return
+        drafted, accepted = np.array(drafts).T[:, :, None]  # [requests, 1] each
+        positions = np.arange(len(self._trials))
+        trials = (np.minimum(drafted, accepted + 1) > positions).sum(0)
+        kept = 0.5 ** (trials / MEMORY)
+        self._trials = kept * self._trials + trials
+        self._accepted = kept * self._accepted + (accepted > positions).sum(0)
+
+    def tokens_per_step(self) -> Array:
+        """Return L_k, the expected tokens of a step, for each draft length k [K+1]."""
+        rates, belief, weight = np.empty_like(self._trials), FIRST_RATE, FIRST_DRAFTS
+        for i, (trials, accepted) in enumerate(zip(self._trials, self._accepted, strict=True)):
+            rates[i] = belief = (accepted + weight * belief) / (trials + weight)
+            weight = DEEPER_DRAFTS
+        return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
+
+    def best(self, ratios: Sequence[float] | None, longest: int) -> Choice:
+        """Return the draft length up to `longest` that is worth the most to a request of a batch.
+
+        ratios [K+1]: t_k / t_0, the tokens that the time of a step would yield without speculation. Pricing the time by what it
+        yields with speculation is more exact, but gains no more (benchmarks/request_lengths.py). With None the length is
+        `longest`, and the worth is its tokens.
+        """
+        tokens = self.tokens_per_step()[: longest + 1]
+        worth = tokens - (0.0 if ratios is None else np.array(ratios[: longest + 1]))
+        best = longest if ratios is None else int(worth.argmax())
+        return Choice(best, float(tokens[best]), float(worth[best]))

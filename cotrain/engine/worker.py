@@ -1,0 +1,182 @@
+"""What a RolloutEngine can call in each of vLLM's workers. Imports vLLM late, because other processes name the methods."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cotrain.engine.interface import wrap
+from cotrain.engine.loading import differing_tensors
+from cotrain.engine.tap_admission import TapRequest
+from cotrain.engine.weight_transfer import ServedWeights, of_all_ranks
+from cotrain.process.children import follow_parent
+from cotrain.transport.features import write_records
+from cotrain.weights.payload import digest
+from drafters.base import SamplingParams
+
+if TYPE_CHECKING:
+    from cotrain.engine.history import HistoryDrafting
+    from cotrain.engine.hooks import DraftingHook
+
+
+class EngineWorker:
+    """The feature tap, drafting, and updates and proof of the served weights, on one tensor-parallel rank.
+
+    Methods without a docstring call one of ServedWeights, HistoryDrafting, SuffixIndex or vLLM's worker: see there.
+    """
+
+    hook: "DraftingHook"  # where there is a drafter
+    history: "HistoryDrafting"  # where there is a history
+    weights: dict[bool, ServedWeights]  # True holds the drafter's, False the policy's
+
+    def __init__(self, worker: Any):
+        self.worker = worker
+
+    def start(self, scratch: str, has_drafter: bool, history: tuple[int, bool] | None) -> None:
+        """Get ready for updates, and hook into drafting where there is a drafter or a history.
+
+        scratch: the engine's folder, where the ranks keep the last good weights; on the file system that updates are sent over.
+        history: (most bytes of the index of rollouts, whether its drafts are drawn), or None without an index.
+        """
+        from cotrain.engine.hooks import DraftingHook, sample_plainly_without_drafts
+
+        follow_parent()
+        self._has_history = history is not None
+        worker, runner = self.worker, self.worker.model_runner
+        if runner.device.type == "cpu" and runner.model_config.enforce_eager:
+            # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
+            torch.compiler.set_stance("force_eager")
+        target, kept = worker.get_model(), Path(scratch) / "kept" / f"rank_{worker.rank}"
+        self.weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
+        if worker.speculative_config is not None:
+            wrap(runner, "_sample", sample_plainly_without_drafts)
+        if has_drafter:
+            self.hook = DraftingHook(runner)
+            config = worker.speculative_config.draft_model_config
+            self.weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
+        if history is not None:
+            # It imports numba, and vLLM's CPU build does not start where numba was imported before.
+            from cotrain.engine.history import HistoryDrafting
+            from drafters.suffix.index import SuffixIndex
+
+            max_bytes, draws = history
+            index = SuffixIndex(max_bytes, seed=worker.vllm_config.model_config.seed)
+            self.history = HistoryDrafting(runner, index, is_alone=not has_drafter, draws=draws)
+
+    def update_policy(self, path: str, digests: dict[str, str], turn: int, sent: bool) -> None:
+        """sent: vLLM's weight transfer has loaded the policy, which is only compared with the file."""
+        (self.weights[False].compare if sent else self.weights[False].update)(path, digests, turn)
+
+    def check_drafter(self, path: str, digests: dict[str, str]) -> None:
+        self.weights[True].check(path, digests)
+
+    def update_drafter(self, path: str, digests: dict[str, str], expected_rates: list[float] | None) -> None:
+        self.weights[True].update(path, digests)
+        if self._has_history:
+            self.history.new_drafter(expected_rates)
+
+    def undo_drafter_update(self) -> None:
+        self.weights[True].undo()
+        if self._has_history:
+            self.history.new_drafter(None)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.worker.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.worker.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.worker.update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        self.worker.finish_weight_update()
+
+    def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
+        """Return checksums of the named tensors of the last update; empty for tensors that a rank does not serve exactly so.
+
+        Tensors that a drafter shares with the policy are compared with the policy's.
+        """
+        weights = self.weights[draft]
+        good = self.weights[False].last_good() | weights.last_good()
+        good = {name: good[name] for name in names}
+        differing = differing_tensors(weights.model, good)
+        own = {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
+        of_ranks = of_all_ranks(own)
+        return {name: known if all(of[name] == known for of in of_ranks) else "" for name, known in own.items()}
+
+    def add_history(self, rollouts: list[tuple[list[int], list[int]]]) -> None:
+        self.history.add(rollouts)
+
+    def take_history_report(self) -> dict[str, dict[str, float]]:
+        return self.history.take_report()
+
+    def save_history(self, path: str) -> None:
+        """Write the index that the engine drafts from."""
+        if self.worker.rank == 0:  # all ranks have the same index
+            self.history.index.save(path)
+
+    def load_history(self, path: str) -> None:
+        """Draft from the index that `save_history` wrote."""
+        self.history.index.load(path)
+
+    def forget_history(self) -> None:
+        self.history.index.forget()
+
+    def set_policy_version(self, policy_version: int) -> None:
+        """Stamp what the tap records from now on with this policy version."""
+        if True in self.weights:
+            self.hook.tap.policy_version = policy_version
+
+    def start_tapping(self, requests: dict[str, TapRequest]) -> None:
+        """Tap these requests until their features are taken. Every rank computes the whole hidden states, so rank 0 taps alone."""
+        if self.worker.rank == 0:
+            self.hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})  # msgpack made lists
+
+    def take_features(
+        self,
+        rollouts: dict[str, tuple[list[int], int, int, int, int, list[tuple[int, int]] | None]],
+        path: str,
+        sampling: dict[str, Any],
+        aux_layers: list[int],
+    ) -> dict[str, float]:
+        """Write the features of finished rollouts as one shard.
+
+        rollouts: request id -> (all token ids, and of its FeatureRecord: prompt_length, policy_version, earlier_tokens,
+        drafter_version, drafted). sampling: fields of SamplingParams.
+        """
+        hook, common = self.hook, (SamplingParams(**sampling), aux_layers)
+        taken = (hook.take(name, *rollout[:3], *common, *rollout[3:]) for name, rollout in rollouts.items())
+        records = [record for record in taken if record is not None]
+        seconds, hook.tap_seconds = hook.tap_seconds, 0.0
+        if records:
+            write_records(path, records)
+        return {
+            "num_rollouts": len(records),
+            "num_tokens": sum(record.num_tokens for record in records),
+            "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is no hole
+            "num_bytes": Path(path).stat().st_size if records else 0,
+            "record_seconds": seconds,
+        }
+
+    def read_prompts(self, on: bool) -> None:
+        """Set whether the drafter reads prompts at draft length 0, to be ready when the length changes."""
+        if True in self.weights:
+            self.hook.reads_prompts = on
+
+    def set_draft_sample_method(self, method: str) -> None:
+        """Draft with this method, greedy or probabilistic, from the next step on."""
+        draws = method == "probabilistic"
+        if True in self.weights:
+            self.worker.model_runner.drafter._enable_probabilistic_draft_probs = draws
+        if self._has_history:
+            self.history.draws = draws
+
+    def clear_drafter_cache(self) -> None:
+        """Zero the keys and values of the drafter's attention layers. Call it only while no request is computed.
+
+        NaN that a drafter has written stays there for the next one: even a masked position contributes 0 * NaN = NaN.
+        """
+        runner = self.worker.model_runner
+        for name in runner.drafter._draft_attn_layer_names:
+            runner.compilation_config.static_forward_context[name].kv_cache.zero_()

@@ -1,0 +1,337 @@
+"""Takes groups from prompt to learner: admits them, sends them to engines, has them scored, and repeats lost ones.
+
+The ledger decides what a group may do, and this module does it. Without lag each engine gets its groups of a step in a
+single call, so that its batches are always the same. With lag each group is a call of its own.
+"""
+
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from cotrain.actors.engines import RolloutEngines, derived_seed, merge
+from cotrain.actors.rewards import Rewards
+from cotrain.config.schema import RunConfig
+from cotrain.loop.ledger import ENGINE_DIED, Group, Ledger
+from cotrain.loop.lengths import LengthHistory
+from cotrain.loop.reactor import Reactor
+from cotrain.process.failures import RunFailure, TaskFailed
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest
+from cotrain.run.rows import RowFile
+from cotrain.tasks.base import Task
+from cotrain.tasks.prompts import PromptOrder, encode_prompt
+
+SAME_PROMPT_TRIES = 2
+"""Number of attempts to generate a group with its own prompt; after that, another prompt takes its place."""
+
+FILL = 1.25
+"""With lag, an engine gets groups until it has this many times the requests that it can run at once, so that it never runs
+short. Other groups wait here: the later a request starts, the newer its weights, and an engine that dies loses less."""
+
+
+@dataclass
+class Prompts:
+    """The task, the order in which its prompts are drawn, and the policy's tokenizer."""
+
+    task: Task
+    order: PromptOrder
+    tokenizer: Any
+
+
+@dataclass
+class GroupResult:
+    """A group with what is known of it so far; its rollouts and rewards are empty until they arrive."""
+
+    prompt: Prompt
+    index: int
+    """Index of the prompt in the task."""
+    rollouts: list[Rollout]
+    rewards: list[float]
+
+
+class Producer:
+    """Generates and scores the groups of a run, and hands them out step by step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: RolloutEngines,
+        rewards: Rewards,
+        prompts: Prompts,
+        reactor: Reactor,
+        events: RowFile,
+    ):
+        self._config, self._engines, self._rewards, self._prompts = config, engines, rewards, prompts
+        self._reactor, self._events = reactor, events
+        self._taps = False
+        self._results: dict[int, GroupResult] = {}
+        self._queue: deque[Group] = deque()
+        self._scoring: deque[tuple[int, Any]] = deque()  # the scorer works on them one by one
+        self._unscored: list[int] | None = []  # finished while the scorer starts; None once it has started
+        self._failed: dict[int, TaskFailed] = {}
+        self._score_began = 0.0
+        self._window: list[tuple[int, RolloutBatch]] = []
+        self._lost_features = 0
+        self._outstanding = [0] * config.rollout.num_engines  # requests that each engine has not finished
+        reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
+        # Dispatch to a restarted engine again once it has started, or give it up if it dies before.
+        engines.starts = lambda i, reply: reactor.add(reply, partial(self._came_back, i), partial(engines.give_up, i))
+        reactor.add(rewards.starting, self._scorer_started)
+        self.start(0)
+
+    def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
+        """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
+        rollout, stream = self._config.rollout, self._config.stream
+        self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, self._config.steps, served)
+        saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
+        self._saved = {row["number"]: row for row in saved["groups"]}
+        self.ledger.lost.update(saved["lost"])
+        self._lost_features = saved["lost_features"]
+        self._lengths = LengthHistory()
+        if "lengths" in saved:
+            self._lengths.load(saved["lengths"])
+
+    # -- what a step does ---------------------------------------------------------------------------------------------
+
+    def admit(self, taps: bool) -> None:
+        """Admit a group for each free slot, and dispatch groups while engines have room. taps: whether those are tapped."""
+        self._taps = taps
+        begins = []
+        for group in self.ledger.admit():
+            if group.number in self._saved:
+                self._restore(self._saved.pop(group.number))
+                continue
+            self._event("admitted", group.number)
+            begins.append(group)
+        self._queue.extend(sorted(begins, key=self._rank))
+        self._dispatch()
+
+    def _rank(self, group: Group) -> tuple[float, ...]:
+        """Sort key: by step, and within a step the longest expected responses first if rollout.order says so."""
+        expected = 0.0
+        if self._config.rollout.order == "longest_first":
+            expected = self._lengths.expected(self._prompts.task.prompt(self._index(group)).id)
+        return group.number // self._config.rollout.prompts_per_step, -expected, group.number
+
+    def take(self) -> list[GroupResult] | None:
+        """Take the groups of the next step, in order; None until all of them are scored.
+
+        Raises TaskFailed when those that are not scored have failed.
+        """
+        numbers = self.ledger.take()
+        if numbers is None and self._failed:
+            size, groups = self._config.rollout.prompts_per_step, self.ledger.groups
+            first = size * self.ledger.served
+            missing = {n for n in range(first, first + size) if groups[n].state != "scored"}
+            if missing <= self._failed.keys():
+                raise self._failed[min(missing)]
+        for number in numbers or ():
+            self._event("taken", number)
+        return None if numbers is None else [self._results[number] for number in numbers]
+
+    def release(self) -> None:
+        """Free the slots of the taken step, now that its weights are served."""
+        for number in self.ledger.release():
+            del self._results[number]
+            self._event("released", number)
+
+    def window(self, bring: Callable[[str], str]) -> RolloutBatch | None:
+        """What the engines have generated since the last call; None if no group has finished.
+
+        bring: brings a file of hidden states to the node that reads it, and returns its path there. Where it raises
+        RunFailure because a node is gone, the batch goes without its files, and its rollouts count as lost features.
+        """
+        batches = []
+        for _, batch in sorted(self._window, key=lambda item: item[0]):
+            try:
+                batch = replace(batch, features=[bring(path) for path in batch.features])
+            except RunFailure:
+                self._lost_features += int(batch.feature_stats["num_rollouts"])
+                batch = replace(batch, features=[], feature_stats={})
+            batches.append(batch)
+        self._window.clear()
+        return merge(batches) if batches else None
+
+    def metrics(self) -> dict[str, float]:
+        """The number of groups in each state, of groups lost, and of rollouts whose hidden states were lost."""
+        count, lost = self.ledger.count, self.ledger.lost
+        return {
+            "stream/groups_waiting": count("admitted"),
+            "stream/groups_running": count("dispatched"),
+            "stream/groups_finished": count("finished", "scored"),
+            "stream/lost_groups": lost.total(),
+            "drafter/lost_features": self._lost_features,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the groups that are scored but not yet trained on, the length history, and what was lost.
+
+        All other groups start over after a resume. Hidden states that `window` has not handed out yet count as lost.
+        """
+        rows = []
+        for number in (number for number, group in self.ledger.groups.items() if group.state == "scored"):
+            result = self._results[number]
+            rollouts = [asdict(rollout) for rollout in result.rollouts]
+            rows.append({"number": number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards})
+        tapped = sum(batch.feature_stats.get("num_rollouts", 0) for _, batch in self._window)
+        lost = {"lost": dict(self.ledger.lost), "lost_features": self._lost_features + tapped}
+        return {"groups": rows, "lengths": self._lengths.state()} | lost
+
+    # -- from state to state ------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        together = self._config.stream.max_policy_lag == 0
+        bundles: dict[int, list[tuple[Group, list[RolloutRequest]]]] = defaultdict(list)
+        while self._queue and (engine := self._place()) is not None:
+            group = self._queue.popleft()
+            try:
+                bundles[engine].append((group, self._requests(group)))
+            except ValueError as error:
+                self._failed[group.number] = TaskFailed(str(error))
+                continue
+            self._outstanding[engine] += self._config.rollout.samples_per_prompt
+        for engine, groups in bundles.items():
+            for bundle in [groups] if together else [[group] for group in groups]:
+                self._begin(engine, bundle)
+
+    def _place(self) -> int | None:
+        """The engine that gets the next group; None while all of them have enough requests."""
+        engine = min(self._engines.in_dispatch, key=self._outstanding.__getitem__)
+        waits = self._config.stream.max_policy_lag > 0
+        full = self._outstanding[engine] >= FILL * self._config.rollout.max_num_seqs
+        return None if waits and full else engine
+
+    def _begin(self, engine: int, bundle: list[tuple[Group, list[RolloutRequest]]]) -> None:
+        groups, requests = [group for group, _ in bundle], [request for _, own in bundle for request in own]
+        for group in groups:
+            self.ledger.move(group.number, "dispatched")
+            self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
+        reference = self._engines.begin_generate(engine, requests, self._taps)
+        numbers = [group.number for group in groups]
+        self._reactor.add(
+            reference, partial(self._finished, engine, numbers), partial(self._engine_died, engine, numbers)
+        )
+
+    def _requests(self, group: Group) -> list[RolloutRequest]:
+        rollout, seed = self._config.rollout, self._config.seed
+        index = self._index(group)
+        prompt = self._prompts.task.prompt(index)
+        self._results[group.number] = GroupResult(prompt, index, [], [])
+        token_ids = encode_prompt(self._prompts.tokenizer, prompt, rollout.max_prompt_tokens)
+        parts = [seed, group.number // rollout.prompts_per_step + 1, prompt.id]
+        attempt = [group.attempt] if group.attempt else []
+        seeded = rollout.draft_sample_method == "greedy"
+        return [
+            RolloutRequest(prompt.id, i, token_ids, derived_seed(*parts, i, *attempt) if seeded else None)
+            for i in range(rollout.samples_per_prompt)
+        ]
+
+    def _index(self, group: Group) -> int:
+        """The index of a group's prompt: its own, or another one after SAME_PROMPT_TRIES attempts."""
+        step, place = divmod(group.number, self._config.rollout.prompts_per_step)
+        own = self._prompts.order.step(step + 1)
+        if group.attempt < SAME_PROMPT_TRIES:
+            return own[place]
+        used = {result.index for result in self._results.values()}
+        others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
+        return random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
+
+    def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
+        samples = self._config.rollout.samples_per_prompt
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
+        self._window.append((engine, batch))
+        self._engines.share_history(engine, batch.rollouts)
+        for place, number in enumerate(numbers):
+            result = self._results[number]
+            result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]
+            self.ledger.move(number, "finished")
+            lengths = [len(rollout.token_ids) for rollout in result.rollouts]
+            told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
+            told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
+            self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
+            self._score(number)
+        self._dispatch()
+
+    # -- engines that die ---------------------------------------------------------------------------------------------
+
+    def _engine_died(self, engine: int, numbers: list[int], failure: RunFailure) -> None:
+        """Have the engine restarted, and let its groups start over on other engines."""
+        self._engines.lose(engine, failure)
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
+        for number in reversed(numbers):
+            self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
+            self._event("lost", number, reason=ENGINE_DIED, engine=engine)
+        self._dispatch()
+
+    def _came_back(self, engine: int, _: None) -> None:
+        self._engines.come_back(engine)
+        self._dispatch()
+
+    # -- rewards ------------------------------------------------------------------------------------------------------
+
+    def _score(self, number: int) -> None:
+        if self._unscored is not None:
+            self._unscored.append(number)
+            return
+        result = self._results[number]
+        reference = self._rewards.begin(result.prompt, [rollout.text for rollout in result.rollouts])
+        if not self._scoring:
+            self._score_began = time.monotonic()
+        self._scoring.append((number, reference))
+        self._reactor.add(reference, partial(self._scored, number), lambda _: self._score_lost("the scorer died"))
+
+    def _scorer_started(self, _: None) -> None:
+        waiting, self._unscored = self._unscored or [], None
+        for number in waiting:
+            self._score(number)
+
+    def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
+        self._scoring = deque(item for item in self._scoring if item[0] != number)
+        self._score_began = time.monotonic()
+        if isinstance(rewards, TaskFailed):
+            self._failed[number] = rewards
+            return
+        result = self._results[number]
+        result.rewards = rewards
+        lengths = [len(rollout.token_ids) for rollout in result.rollouts]
+        cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
+        # Not when it finished, since a group that is not scored starts over after a resume.
+        self._lengths.observe(result.prompt.id, lengths, cut)
+        self.ledger.move(number, "scored")
+        self._event("scored", number, reward=sum(rewards) / len(rewards))
+
+    def _tick(self) -> None:
+        late = time.monotonic() - self._score_began > self._config.stream.reward_timeout_s
+        if self._scoring and late and not self._reactor.is_there(self._scoring[0][1]):
+            self._score_lost("the scorer did not answer")
+
+    def _score_lost(self, reason: str) -> None:
+        """Start over the group that was being scored, and let a new process score those that wait behind it."""
+        (lost, _), *waiting = self._scoring
+        for _, reference in self._scoring:
+            self._reactor.drop(reference)
+        self._scoring.clear()
+        self._unscored = [number for number, _ in waiting]
+        self._reactor.add(self._rewards.restart(), self._scorer_started)
+        self._queue.appendleft(self.ledger.lose(lost, reason))
+        self._event("lost", lost, reason=reason)
+        self._dispatch()
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def _restore(self, row: dict[str, Any]) -> None:
+        """Restore a group that was scored before the run was resumed, so that it can be taken."""
+        prompt = self._prompts.task.prompt(row["index"])
+        rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
+        self._results[row["number"]] = GroupResult(prompt, row["index"], rollouts, row["rewards"])
+        self.ledger.restore(row["number"])
+        self._event("restored", row["number"])
+
+    def _event(self, event: str, number: int, **fields: Any) -> None:
+        step = number // self._config.rollout.prompts_per_step + 1
+        self._events.write(step, {"time": time.time(), "event": event, "group": number} | fields)

@@ -1,0 +1,124 @@
+"""Counts from vLLM's own per-request accumulator."""
+
+from dataclasses import replace
+
+import pytest
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+from cotrain.acceptance_stats import (
+    counts_by_depth,
+    counts_by_versions,
+    counts_of_steps,
+    drafter_counts,
+    drafter_starts,
+    last_segment,
+    total_counts,
+)
+from cotrain.records import Rollout, Segment, SpeculationCounts, Versions
+from tests.speculation_counts import counts as counts_of
+
+
+def metrics_of(steps: list[tuple[int, int]], k: int = 3) -> RequestSpecDecodeMetrics:
+    """steps: (draft tokens, accepted draft tokens) of each verification step."""
+    metrics = RequestSpecDecodeMetrics.new(k)
+    for drafted, accepted in steps:
+        metrics.observe(drafted, accepted, detailed=True)
+    return metrics
+
+
+def counts_of_request(metrics: RequestSpecDecodeMetrics) -> SpeculationCounts:
+    steps = zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True)
+    return counts_of_steps(steps, metrics.num_spec_tokens)
+
+
+def test_a_position_counts_when_all_before_it_were_accepted():
+    counts = counts_of_request(metrics_of([(3, 0), (3, 1), (3, 3), (2, 2)]))
+    assert counts == SpeculationCounts((0, 1, 3), ((0, 0, 0), (1, 1, 0), (2, 1, 1)))
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.accepted_per_position) == (4, 11, (3, 2, 1))
+    assert counts.acceptance_length == 1 + 6 / 4
+
+
+def test_the_acceptance_length_is_vllms():
+    metrics = metrics_of([(3, 2), (3, 0), (1, 1)])
+    assert counts_of_request(metrics).acceptance_length == pytest.approx(metrics.to_dict()["mean_acceptance_length"])
+
+
+def test_totals_are_sums_over_requests():
+    first, last = metrics_of([(3, 3), (3, 1)]), metrics_of([(3, 0)])
+    assert total_counts([counts_of_request(first), None, counts_of_request(last)]) == counts_of(3, 3, (2, 1, 1))
+
+
+def test_without_speculation_there_are_no_counts():
+    assert total_counts([None, None]) is None
+    assert total_counts([]) is None
+
+
+def test_a_request_that_was_never_drafted_for_has_length_one():
+    counts = counts_of_request(metrics_of([]))
+    assert counts == counts_of(0, 3, (0, 0, 0))
+    assert counts.acceptance_length == 1.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_tokens", "throughout"),
+    [
+        ([(3, 0), (3, 2)], 5, True),
+        ([(3, 0), (3, 3)], 4, True),  # the last step reached past the end of the response
+        ([(3, 0), (1, 1), (2, 2)], 7, True),
+        ([(3, 0), (3, 2)], 6, False),
+        ([], 1, True),
+        ([], 2, False),
+    ],
+)
+def test_a_rollout_in_which_drafting_paused_is_told_apart(steps, num_tokens, throughout):
+    counts = counts_of_request(metrics_of(steps))
+    rollout = Rollout("p", 0, [1], [7] * num_tokens, [0.0] * num_tokens, "", "length", Versions(0, 0), counts)
+    assert rollout.drafted_throughout == throughout
+
+
+def rollout_of(num_tokens: int, steps: list[tuple[int, int]]) -> Rollout:
+    tokens, log_probs = [5] * num_tokens, [0.0] * num_tokens
+    counts = counts_of_steps(steps, 3)
+    return Rollout("p", 0, [1], tokens, log_probs, "", "stop", Versions(0, 0), counts, tuple(steps))
+
+
+def test_steps_are_counted_at_the_depth_at_which_they_were_made():
+    """Of a response that was drafted throughout, and of one that was drafted for at its end alone."""
+    throughout = rollout_of(40, [(3, 3)] * 9 + [(3, 2)])
+    assert counts_by_depth([throughout]) == [[0, 3, 3, 8], [32, 3, 2, 1], [32, 3, 3, 1]]
+    overshoots = rollout_of(39, [(3, 3)] * 9 + [(3, 2)])
+    assert counts_by_depth([overshoots]) == counts_by_depth([throughout]), "its end cuts a token off"
+    at_its_end = rollout_of(129, [(1, 0), (2, 1), (2, 0)])
+    assert counts_by_depth([rollout_of(3, []), throughout, at_its_end]) == [
+        [0, 3, 3, 8], [32, 1, 0, 1], [32, 2, 1, 1], [32, 3, 2, 1], [32, 3, 3, 1], [128, 2, 0, 1],
+    ]  # fmt: skip
+    assert counts_by_depth([rollout_of(3, [])]) == []
+
+
+def test_steps_of_the_drafter_are_told_from_those_of_the_history():
+    steps, marks = [(3, 2), (3, 0), (1, 1), (2, 2)], (True, False, True, False)
+    mixed = replace(rollout_of(10, steps), from_history=marks)
+    assert drafter_counts(mixed) == counts_of_steps([(3, 0), (2, 2)], 3) == counts_by_versions([mixed])[Versions(0, 0)]
+    assert drafter_starts(mixed) == [(3, 3), (6, 2)], "they begin with the tokens that the steps before have emitted"
+    alone = rollout_of(10, steps)
+    assert drafter_counts(alone) == alone.speculation
+
+
+@pytest.mark.parametrize(("policy", "emitted", "starts"), [(1, 4, [(0, 3), (2, 2)]), (0, 3, [(-1, 3), (1, 2)])])
+def test_the_last_segment_knows_which_steps_are_the_drafters(policy, emitted, starts):
+    """After a new policy, the first token has no verification step; after a new drafter alone, it has one."""
+    steps, marks = [(3, 1), (3, 0), (3, 1), (2, 0)], (False, True, False, False)
+    length = 1 + sum(1 + accepted for _, accepted in steps) + (policy == 1)
+    mixed = replace(
+        rollout_of(length, steps),
+        from_history=marks,
+        versions=Versions(policy, 1),
+        earlier=(Segment(Versions(0, 0), 0, 4),),
+    )
+    assert drafter_starts(mixed) == starts
+    last = last_segment(mixed)
+    assert (last.verification_steps, last.from_history) == (((3, 1), (2, 0)), (False, False))
+    assert len(last.token_ids) == emitted and drafter_counts(last) == last.speculation
+    counted = counts_by_versions([mixed])
+    assert counted[Versions(0, 0)] == counts_of_steps([(3, 1)], 3) and counted[last.versions] == last.speculation
+    assert drafter_starts(replace(mixed, token_ids=[5] * 30)) == [], "drafting paused somewhere"

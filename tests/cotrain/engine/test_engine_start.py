@@ -1,0 +1,241 @@
+"""What an engine refuses before vLLM is there, and what vLLM is started with."""
+
+import asyncio
+import inspect
+import pkgutil
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from cotrain.config.schema import RolloutConfig
+from cotrain.engine import engine as engine_module
+from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.speculation.draft_length import SpeculationController, Step
+from cotrain.engine.tap_admission import TapRequest
+from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
+from drafters.base import ServingSpec
+
+K = 2
+
+
+def spec_of(folder: Path, drafter: str | None = "drafter", **rollout: object) -> EngineSpec:
+    config = RolloutConfig.model_validate(
+        {"num_speculative_tokens": K, "prompts_per_step": 2, "samples_per_prompt": 4, **rollout}
+    )
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text("{}")
+    return EngineSpec(config, str(folder), drafter, ServingSpec("eagle3", (1, 2, 3)), 0, str(folder))
+
+
+@pytest.mark.parametrize("drafter", ["drafter", None])
+def test_variables_that_may_change_sampling_are_refused_with_speculation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str | None
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    engine_module._check_environment.cache_clear()
+    engine = RolloutEngine(spec_of(tmp_path, drafter))
+    if drafter:
+        with pytest.raises(ValueError, match="environment variable VLLM_CPU_INT4_W4A8: '1'"):
+            asyncio.run(engine.start())
+    assert engine.spec.speculates == (drafter is not None)
+
+
+def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert arguments["scheduler_cls"].endswith("DraftLengthScheduler") and arguments["max_num_seqs"] == 8
+    assert arguments["speculative_config"]["num_speculative_tokens"] == K
+    assert arguments["per_request_spec_decode_metrics"] == "detailed"  # counts are sorted by draft length
+
+
+def test_without_speculation_vllm_schedules_as_it_would_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a scheduler that adds up steps, and overlaps them with scheduling where vLLM's own would: not on a CPU."""
+    from vllm.platforms import current_platform
+
+    arguments = engine_arguments(spec_of(tmp_path, None))
+    for name in ("speculative_config", "additional_config", "async_scheduling"):
+        assert name not in arguments
+    assert not issubclass(pkgutil.resolve_name(arguments["scheduler_cls"]), AsyncScheduler)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(type(current_platform), "is_cpu", lambda self: False)
+        arguments = engine_arguments(spec_of(tmp_path, None))
+        assert issubclass(pkgutil.resolve_name(arguments["scheduler_cls"]), AsyncScheduler)
+        assert "async_scheduling" not in arguments
+        assert engine_arguments(spec_of(tmp_path))["scheduler_cls"].endswith("DraftLengthScheduler")
+    speculating = engine_arguments(spec_of(tmp_path))
+    assert speculating["async_scheduling"] is False and speculating["scheduler_cls"].endswith("DraftLengthScheduler")
+
+
+def test_our_classes_are_where_vllm_is_told_to_find_them(tmp_path: Path) -> None:
+    arguments = engine_arguments(spec_of(tmp_path))
+    for name in ("scheduler_cls", "worker_extension_cls", "distributed_executor_backend"):
+        assert inspect.isclass(pkgutil.resolve_name(arguments[name]))
+
+
+def test_a_gpu_compiles_and_captures_graphs_for_every_step_that_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    assert engine_arguments(spec_of(tmp_path))["enforce_eager"]
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert "enforce_eager" not in arguments and "distributed_executor_backend" not in arguments
+    assert max(arguments["cudagraph_capture_sizes"]) == 8 * (K + 1)
+    assert "cudagraph_capture_sizes" not in engine_arguments(spec_of(tmp_path, None))
+    theirs = spec_of(tmp_path, vllm={"max_cudagraph_capture_size": 4})
+    assert "cudagraph_capture_sizes" not in engine_arguments(theirs)
+
+
+def test_ranks_are_processes_of_this_node_and_have_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    two = spec_of(tmp_path, vllm={"tensor_parallel_size": 2})
+    assert engine_arguments(two)["distributed_executor_backend"] == "mp"
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "device_count", lambda self: 2, raising=False)
+    assert engine_arguments(two)["distributed_executor_backend"] == "mp"
+    monkeypatch.setattr(type(current_platform), "device_count", lambda self: 1, raising=False)
+    with pytest.raises(ValueError, match=r"^rollout\.vllm\.tensor_parallel_size: 2 is above the 1 GPUs here; lower it"):
+        engine_arguments(two)
+
+
+def test_graphs_cover_batches_of_all_sizes_with_and_without_drafts() -> None:
+    for most, k in ((1, 3), (3, 1), (100, 5), (256, 4)):
+        sizes = graph_sizes(most, k)
+        assert sizes[-1] == most * (k + 1) and most in sizes and k + 1 in sizes
+        assert sizes == sorted(set(sizes)) and len(sizes) <= 2 * (4 + most // 8)
+
+
+def test_short_prompts_are_found_in_the_prefix_cache_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is found by whole blocks, and behind an EAGLE-3 or MTP drafter vLLM would not use the last of them."""
+    from vllm.platforms import current_platform
+
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert arguments["block_size"] == 32 and arguments["speculative_config"]["disable_eagle_block_drop"]
+    assert engine_arguments(spec_of(tmp_path, vllm={"block_size": 64}))["block_size"] == 64
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert "block_size" not in arguments and "disable_eagle_block_drop" not in arguments["speculative_config"]
+
+
+def test_states_of_linear_attention_are_not_cached_unless_asked_for(tmp_path: Path) -> None:
+    assert engine_arguments(spec_of(tmp_path))["enable_prefix_caching"]
+    (tmp_path / "config.json").write_text('{"linear_num_value_heads": 2}')
+    assert not engine_arguments(spec_of(tmp_path))["enable_prefix_caching"]
+    assert engine_arguments(spec_of(tmp_path, vllm={"enable_prefix_caching": True}))["enable_prefix_caching"]
+
+
+class Failing(RolloutEngine):
+    """An engine that lives, and whose requests fail. It notes its calls of the scheduler."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self.calls: list[tuple[object, ...]] = []
+        self._engine = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 4))
+
+    async def _run(self, *_: object, **options: object) -> list[object]:
+        raise RuntimeError("a request was refused")
+
+    async def in_scheduler(self, method: Callable[..., object], *args: object) -> None:
+        self.calls.append((method.__name__, *args))
+
+
+def test_the_controller_learns_again_after_a_call_that_failed(tmp_path: Path) -> None:
+    engine = Failing(spec_of(tmp_path))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a request was refused"):
+            asyncio.run(engine.generate([RolloutRequest("p", 0, [1, 2], None)], tap=False, temperature=0.0))
+    assert engine.calls == [("begin", False), ("begin",)] * 2
+
+
+def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard has its name once the worker has answered; the others may be waiting for the trainer."""
+    engine = Failing(spec_of(tmp_path))
+    written: list[Path] = []
+
+    async def take(method: object, sequences: object, path: str, *shared: object) -> dict[str, float]:
+        written.append(Path(path))
+        Path(path).write_text("features")
+        return {"num_rollouts": 1}
+
+    monkeypatch.setattr(engine, "on_workers", take)
+    rollout = Rollout("p", 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
+    [shard], _ = asyncio.run(engine._take_features({"b1r0": TapRequest("p", 2, 4)}, {"b1r0": rollout}))
+    assert Path(shard).read_text() == "features" and not written[0].exists()
+    written[0].write_text("half of it")
+
+    async def stop_here(*_: object) -> None:
+        raise RuntimeError("no engine here")
+
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", lambda arguments: None)
+    monkeypatch.setattr(engine, "on_workers", stop_here)
+    with pytest.raises(RuntimeError, match="no engine here"):
+        asyncio.run(engine.start())
+    assert Path(shard).exists() and not written[0].exists()
+
+
+def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -> None:
+    """By vLLM's own dispatch and serialisation, without an engine."""
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    import cotrain.engine.scheduling  # noqa: F401  it adds the call to vLLM's engine core
+
+    core = object.__new__(EngineCoreProc)
+    core.shutdown_state, core.output_queue = EngineShutdownState.RUNNING, queue.Queue()
+    core.scheduler = SimpleNamespace(controller=SpeculationController(K, 8))
+
+    async def call_utility_async(method: str, *args: object) -> object:
+        core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 1, method, args))
+        _, outputs = core.output_queue.get_nowait()
+        decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs))
+        assert decoded.utility_output.failure_message is None
+        return decoded.utility_output.result.result
+
+    engine = RolloutEngine(spec_of(tmp_path))
+    engine._engine = SimpleNamespace(errored=False, engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+    assert asyncio.run(engine.in_scheduler(SpeculationController.fix_num_speculative_tokens, 1)) is False
+    assert asyncio.run(engine.in_scheduler(SpeculationController.describe)) == "k=1 at every batch size (fixed)"
+    core.scheduler.controller.observe(Step(1, 2, False, [], 2))
+    core.scheduler.controller.idle(0.5)
+    report = asyncio.run(engine.in_scheduler(SpeculationController.report))
+    assert report["steps"] == [[1, 2, "mixed", 1, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
+    assert asyncio.run(engine.in_scheduler(SpeculationController.new_drafter, [0.5, 0.3])) is None
+    assert asyncio.run(engine.in_scheduler(SpeculationController.begin, False)) is None
+
+
+WRITTEN = "I think <answer>4</answer><note>so</note> it is"
+
+
+def text_for_rewards(folder: Path, ends: bool, **rollout: object) -> str:
+    """What vLLM makes of WRITTEN, in which tags are special tokens, with the sampling parameters of an engine.
+
+    ends: the policy has also written its end-of-sequence token.
+    """
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    from cotrain.models.tiny import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>", "<note>", "</note>"]})
+    params = RolloutEngine(spec_of(folder, None, **rollout))._sampling(RolloutRequest("p", 0, [60], None), {})
+    prompt = {"prompt_token_ids": [60], "prompt_embeds": None}
+    request = SimpleNamespace(sampling_params=params, request_id="r", external_req_id="r", **prompt)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    detokenizer.update(tokenizer(WRITTEN).input_ids + [tokenizer.eos_token_id] * ends, ends)
+    return detokenizer.output_text
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["cut off", "ends"])
+def test_rewards_get_the_text_as_written_without_the_end_of_sequence(tmp_path: Path, ends: bool) -> None:
+    assert text_for_rewards(tmp_path, ends) == WRITTEN
+    assert text_for_rewards(tmp_path, ends, skip_special_tokens=True) == "I think 4so it is"
+    assert text_for_rewards(tmp_path, ends, stop=["</answer>"]) == "I think <answer>4"

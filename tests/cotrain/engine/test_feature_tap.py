@@ -1,0 +1,179 @@
+"""The tap's store without an engine: what is kept by absolute position, what is shared, what becomes a hole."""
+
+import torch
+
+from cotrain.engine.tap import FeatureTap
+from cotrain.engine.tap_admission import TapRequest
+
+WIDTH = 8
+
+
+def tap_of(*requests: TapRequest) -> FeatureTap:
+    """The requests are named a, b and so on."""
+    tap = FeatureTap()
+    tap.start(dict(zip("abcd", requests, strict=False)))
+    return tap
+
+
+def one(prompt_length: int = 4, longest: int = 5000, prompt: str = "first") -> TapRequest:
+    return TapRequest(prompt, prompt_length, longest)
+
+
+def token_at(position: int) -> int:
+    return 1000 + position
+
+
+def hidden_at(positions: torch.Tensor, salt: float = 0.0) -> torch.Tensor:
+    return positions[:, None] + torch.linspace(0.1, 0.8, WIDTH) + salt
+
+
+def record(tap: FeatureTap, start: int, stop: int, request_id: str = "a", salt: float = 0.0, token_shift: int = 0):
+    positions = torch.arange(start, stop)
+    tap.record(request_id, start, token_at(positions) + token_shift, hidden_at(positions, salt))
+
+
+def take(tap: FeatureTap, length: int, request_id: str = "a", policy_version: int = 0):
+    return tap.take(request_id, torch.tensor([token_at(p) for p in range(length)]), policy_version)
+
+
+def kept(taken) -> list[int]:
+    return taken[1].nonzero().flatten().tolist()
+
+
+def test_rows_come_back_and_the_last_token_has_none():
+    tap = tap_of(one())
+    record(tap, 0, 5)
+    record(tap, 5, 6)
+    taken = take(tap, 7)
+    assert kept(taken) == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(taken[0][:6], hidden_at(torch.arange(6)))
+    assert not taken[0][6].any()
+
+
+def test_the_last_token_is_masked_even_when_it_was_verified():
+    tap = tap_of(one())
+    record(tap, 0, 10)  # the tokens after an end-of-sequence token were accepted drafts
+    assert kept(take(tap, 8)) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_rejected_draft_is_overwritten_by_the_token_in_its_place():
+    tap = tap_of(one())
+    record(tap, 0, 4)
+    record(tap, 4, 8, token_shift=50, salt=9.0)  # four drafts, of which none was accepted
+    record(tap, 4, 6)
+    taken = take(tap, 7)
+    assert kept(taken) == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(taken[0][:6], hidden_at(torch.arange(6)))
+
+
+def test_a_row_of_another_token_is_a_hole():
+    tap = tap_of(one())
+    record(tap, 0, 4)
+    record(tap, 4, 6, token_shift=50, salt=9.0)  # rejected, and never computed again
+    record(tap, 6, 8)
+    taken = take(tap, 9)
+    assert kept(taken) == [0, 1, 2, 3, 6, 7]
+    assert not taken[0][4:6].any()
+
+
+def test_positions_that_were_never_computed_are_holes():
+    tap = tap_of(one(135))
+    record(tap, 130, 140)  # a prefix-cache hit: the first block was not computed
+    taken = take(tap, 141)
+    assert kept(taken) == list(range(130, 140))
+    assert not taken[0][:130].any()
+
+
+def test_a_preempted_request_is_recorded_again():
+    tap = tap_of(one())
+    record(tap, 0, 20, salt=9.0)
+    record(tap, 0, 12)
+    record(tap, 12, 20)
+    taken = take(tap, 21)
+    assert torch.equal(taken[0][:20], hidden_at(torch.arange(20)))
+
+
+def test_rows_of_many_steps_stay():
+    tap = tap_of(one())
+    record(tap, 0, 100)
+    for start in range(100, 400, 3):
+        record(tap, start, start + 3)
+    taken = take(tap, 401)
+    assert kept(taken) == list(range(400))
+    assert torch.equal(taken[0][:400], hidden_at(torch.arange(400)))
+
+
+def test_drafts_beyond_the_longest_response_are_dropped():
+    tap = tap_of(one(10, longest=20))
+    record(tap, 0, 29)
+    record(tap, 29, 34)
+    record(tap, 34, 36)
+    assert kept(take(tap, 30)) == list(range(29))
+
+
+def test_a_cached_prompt_is_filled_from_a_request_with_the_same_tokens():
+    tap = tap_of(one(140), one(140))
+    record(tap, 0, 140, "a")
+    record(tap, 128, 150, "b")  # the first block was in the cache
+    record(tap, 140, 160, "a", token_shift=50)
+    taken = take(tap, 151, "b")
+    assert kept(taken) == list(range(150))
+    assert torch.equal(taken[0][:150], hidden_at(torch.arange(150)))
+    assert kept(take(tap, 161, "a")) == list(range(140))  # its response is its own
+
+
+def test_a_prompt_of_other_tokens_fills_nothing():
+    tap = tap_of(one(140), one(140, prompt="second"))
+    record(tap, 0, 140, "a")
+    record(tap, 128, 150, "b")
+    assert kept(take(tap, 151, "b")) == list(range(128, 150))
+
+
+def test_only_what_was_chosen_is_kept():
+    tap = tap_of(one())
+    record(tap, 0, 10, "untapped")
+    assert take(tap, 11, "untapped") is None
+
+
+def test_a_request_can_be_taken_once():
+    tap = tap_of(one())
+    record(tap, 0, 4)
+    assert take(tap, 5) is not None
+    assert take(tap, 5) is None
+    assert take(tap, 5, "never seen") is None
+
+
+def test_requests_come_and_go_while_others_are_recorded():
+    tap = tap_of(one())
+    record(tap, 0, 4)
+    tap.start({"b": one(prompt="second")})
+    record(tap, 0, 9, "b")
+    record(tap, 4, 6)
+    assert kept(take(tap, 7)) == list(range(6))
+    assert kept(take(tap, 10, "b")) == list(range(9))
+    assert not tap.is_recording
+    tap.start({"c": one()})
+    record(tap, 3, 9, "c")
+    assert kept(take(tap, 10, "c")) == list(range(3, 9))  # the first prompt's rows went with its last request
+
+
+def test_rows_of_another_policy_version_are_holes():
+    tap = tap_of(one(), one())
+    record(tap, 0, 4, salt=9.0)
+    record(tap, 4, 8, salt=9.0)
+    tap.policy_version = 1
+    record(tap, 2, 6, salt=1.0)  # the first two came from a cache that should have been cleared
+    taken = take(tap, 9, policy_version=1)
+    assert kept(taken) == [2, 3, 4, 5]
+    assert torch.equal(taken[0][2:6], hidden_at(torch.arange(2, 6), 1.0))
+    record(tap, 4, 6, "b")
+    assert kept(take(tap, 7, "b", policy_version=0)) == [0, 1]
+
+
+def test_computed_anew_all_rows_are_the_new_versions():
+    tap = tap_of(one())
+    record(tap, 0, 10, salt=9.0)
+    tap.policy_version = 1
+    record(tap, 0, 12)
+    taken = take(tap, 13, policy_version=1)
+    assert kept(taken) == list(range(12)) and torch.equal(taken[0][:12], hidden_at(torch.arange(12)))

@@ -1,0 +1,430 @@
+"""The speculation controller against a simulated engine: noise on each step, late steps, spells of a slow machine.
+
+Speeds are against no speculation, without the noise: what the choices are worth. benchmarks/draft_length.py has more.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cotrain.config.schema import DrafterConfig
+from cotrain.engine.speculation.draft_length import PROBE_STEPS, SpeculationController
+from cotrain.engine.speculation.measurement import MEASURE_TRIES
+from cotrain.engine.speculation.step_costs import step_ratios
+from cotrain.publish.alarms import check_step
+from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal, Versions
+from tests.cotrain.engine.simulated_engine import (
+    BAD,
+    COLLAPSED,
+    CPU,
+    GOOD,
+    GPU,
+    NOISY,
+    QUIET,
+    K,
+    Noise,
+    Shape,
+    SimulatedEngine,
+    best_fixed,
+    speed_of_fixed,
+)
+from tests.publish_evidence import evidence_of
+
+SHAPES = {"two CPU cores": CPU, "GPU": GPU}
+DRAFTERS = {"good": GOOD, "bad": BAD}
+
+
+def engine_of(
+    rates: Sequence[float], shape: Shape = CPU, max_batch: int = 32, noise: Noise = NOISY, measured: bool = True
+) -> SimulatedEngine:
+    engine = SimulatedEngine(SpeculationController(K, max_batch), shape, rates, noise)
+    if measured:
+        engine.measure(max_batch)
+    return engine
+
+
+def report_of(engine: SimulatedEngine) -> GainReport:
+    return GainReport(**engine.rule.report()["gain"])
+
+
+@pytest.mark.parametrize("rates", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_never_slower_and_on_where_it_pays(shape: Shape, rates: tuple[float, ...]) -> None:
+    for batch in (1, 4, 16, 32):
+        engine = engine_of(rates, shape)
+        tally = engine.run(batch, 600)
+        best = best_fixed(shape, rates, batch)
+        assert tally.speed > 0.98, engine.rule.describe()
+        assert tally.speed > 0.93 * best, engine.rule.describe()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_draining_batch_is_about_as_fast_as_with_the_best_fixed_length_or_faster(shape: Shape) -> None:
+    lengths = np.geomspace(25, 400, 16).tolist()
+
+    def speed(engine: SimulatedEngine) -> float:
+        tallies = [engine.drain(lengths) for _ in range(3)]
+        return sum(t.without for t in tallies) / sum(t.seconds for t in tallies)
+
+    fixed = []
+    for k in range(K + 1):
+        engine = engine_of(GOOD, shape, max_batch=16, measured=False)
+        engine.rule.fix_num_speculative_tokens(k)
+        fixed.append(speed(engine))
+    assert fixed[0] == pytest.approx(1.0)
+    assert speed(engine_of(GOOD, shape, max_batch=16)) > (1.0 if shape is CPU else 0.97) * max(fixed)
+
+
+def test_a_drafter_that_collapses_is_switched_off_and_the_next_good_one_is_on_at_once() -> None:
+    engine = engine_of(GOOD)
+    assert engine.run(1, 200).lengths[-1] > 0
+    engine.rates = COLLAPSED
+    lengths = np.array(engine.run(1, 600).lengths)
+    assert (lengths[:200] == 0).any() and (lengths[250:] > 0).mean() < 0.1
+    engine.rates = GOOD
+    engine.rule.new_drafter(np.cumprod(GOOD).tolist())
+    assert engine.run(1, 100).speed > 1.2
+
+
+def test_without_an_expectation_a_new_drafter_is_tried_at_once() -> None:
+    engine = engine_of(COLLAPSED)
+    engine.run(1, 100)
+    engine.rates = GOOD
+    engine.rule.new_drafter(None)
+    lengths = engine.run(1, 150).lengths
+    assert any(lengths[:10]) and engine.run(1, 300).speed > 1.2
+
+
+def test_a_longer_draft_is_chosen_for_what_is_expected_of_a_position_not_drafted_now() -> None:
+    """At k = 1 nothing is served at position 2, and what is expected there is not forgotten meanwhile."""
+    first_only = (0.6, 0.05, 0.05)
+    engine = engine_of(first_only, noise=QUIET)
+    assert sorted(engine.run(1, 300).lengths[-PROBE_STEPS:]) == [1] * (PROBE_STEPS - 1) + [2]
+    engine.rule.new_drafter([0.6, 0.42, 0.3])
+    engine.rates = (0.6, 0.7, 0.7)
+    assert engine.run(1, 40).lengths[-1] > 1
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_drafter_that_gets_better_by_itself_is_found_by_probes(batch: int) -> None:
+    engine = engine_of(COLLAPSED, GPU)
+    assert engine.run(batch, 600).lengths[-2] == 0
+    engine.rates = GOOD
+    assert engine.run(batch, 4800 // batch + 1200).lengths[-1] > 1
+
+
+def test_one_step_in_many_drafts_one_token_more_than_is_chosen() -> None:
+    """A step of a fixed length, or of another sampling, does not."""
+    engine = engine_of(BAD, noise=QUIET)
+    engine.run(32, 300)
+    lengths = np.array(engine.run(32, 10 * PROBE_STEPS).lengths)
+    assert (lengths == 1).sum() == 10 and (lengths == 0).sum() == 10 * (PROBE_STEPS - 1)
+    engine.rule.fix_num_speculative_tokens(2)
+    assert set(engine.run(32, 2 * PROBE_STEPS).lengths) == {2}
+    engine.rule.fix_num_speculative_tokens(None)
+    engine.rule.begin(learns=False)
+    assert set(engine.run(32, 2 * PROBE_STEPS).lengths) == {0}
+
+
+@pytest.mark.parametrize("rates", DRAFTERS.values(), ids=DRAFTERS)
+def test_a_machine_that_slows_down_changes_nothing(rates: tuple[float, ...]) -> None:
+    engine = engine_of(rates, noise=Noise(slow_every=float("inf")))
+    before = engine.run(4, 200).lengths[-1]
+    engine.slow_down = 2.0
+    after = np.array(engine.run(4, 400).lengths)
+    assert (after == before).mean() > 0.9
+
+
+def mislead(engine: SimulatedEngine, factor: float) -> None:
+    """Let its table say that drafts cost so many times what they do."""
+    costs = {(k, b): [CPU.seconds(k, k, b) * (factor if k else 1.0)] for k in range(K + 1) for b in CPU.batches}
+    engine.rule._ratios["drafter"] = step_ratios(K, 32, costs)
+    engine.rule._decide()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is reported
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_gain_is_reported() -> None:
+    engine = engine_of(GOOD)
+    engine.rule.begin()
+    tally = engine.run(1, 6000)
+    report = report_of(engine)
+    assert report.speedup_vs_no_speculation == pytest.approx(tally.speed, rel=0.06)
+    assert report.seconds == pytest.approx(tally.seconds, rel=0.2) and report.longest_draft in (2, 3)
+
+
+@pytest.mark.parametrize("noise", [QUIET, NOISY], ids=["quiet", "noisy"])
+@pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), BAD], ids=["nothing accepted", "bad"])
+def test_no_gain_is_above_the_acceptance_length(rates: tuple[float, ...], noise: Noise) -> None:
+    """By a table in which steps with drafts take 0.7 times what they do, at any length."""
+    engine = engine_of(rates, noise=noise)
+    mislead(engine, 0.7)
+    for length in (None, None, 1, 3):
+        engine.rule.fix_num_speculative_tokens(length)
+        engine.rule.begin()
+        tokens, seconds = np.zeros(300), np.zeros(300)
+        for i in range(300):
+            before = engine.now
+            engine.run(4, 1)
+            tokens[i], seconds[i] = engine.rule._step.num_tokens / 4, engine.now - before
+        engine.rule.idle(engine.now)
+        assert report_of(engine).speedup_vs_no_speculation <= np.average(tokens, weights=seconds) + 1e-9
+        assert max(engine.rule._gains()[:, 3]) <= max(engine.rule._acceptance.tokens_per_step())
+
+
+def test_what_contradicts_itself_is_measured_again() -> None:
+    """While other work came in bursts, steps without drafts took longer than those with drafts."""
+    engine = engine_of(BAD, measured=False, noise=QUIET)
+    begin, tries = engine.rule.draft_lengths, []
+
+    def draft_lengths(now: float) -> Any:
+        lengths = begin(now)
+        engine.slow_down = 1.8 if not tries and lengths[1] == 0 else 1.0
+        return lengths
+
+    checks = engine.rule.contradicts
+    engine.rule.draft_lengths = draft_lengths
+    engine.rule.contradicts = lambda: tries.append(checks()) or tries[-1]
+    engine.measure(32, seconds=30.0)
+    assert tries[0] and len(tries) == MEASURE_TRIES
+    engine.rule.draft_lengths, engine.slow_down = begin, 1.0
+    assert engine.rule._ratios["drafter"][:, 31] == pytest.approx([1.0, *CPU.ratios[3]], rel=0.1)
+    assert engine.run(32, 60).lengths[-1] == 0
+
+
+def test_the_report_says_what_the_tokens_would_take_at_each_length() -> None:
+    engine = engine_of(GOOD, noise=QUIET)
+    engine.rule.begin()
+    engine.drain([100.0] * 4 + [400.0])
+    found = engine.rule.report()
+    report = GainReport(**found["gain"])
+    table = np.array(report.seconds_at)
+    batches = {batch for _, batch, kind, *_ in found["steps"] if kind != "prompts"}
+    assert table.shape == (len(batches), K + 1)
+    assert table[:, 0].sum() == pytest.approx(report.seconds_without)
+    alone = table[0] / table[0, 0]  # rows are by batch size
+    assert alone == pytest.approx([1.0, *CPU.ratios[0]], rel=0.05)
+
+
+def test_without_speculation_the_speedup_is_one() -> None:
+    engine = engine_of((0.0, 0.0, 0.0), noise=QUIET)
+    engine.run(32, 100)
+    while engine.run(32, 1).lengths == [0]:
+        pass  # until a probe, after which there is none for a while
+    engine.run(32, 2)
+    engine.rule.begin()
+    engine.run(32, 30)
+    report = report_of(engine)
+    assert report.speedup_vs_no_speculation == pytest.approx(1.0, abs=1e-6) and report.longest_draft == 0
+    assert GainReport().speedup_vs_no_speculation == 1.0
+
+
+def test_drafts_that_no_step_was_left_to_verify_do_not_count() -> None:
+    """The first step with drafts only drafts. Where it is the last of a generate call, nothing could be verified: the
+    alarm for engines that draft nothing must not see a draft there, and must see one in every other call with drafts."""
+    engine = engine_of(BAD, max_batch=16)
+    random, drafted, in_vain = np.random.default_rng(0), 0, 0
+    for _ in range(1500):
+        engine.rule.begin()
+        tally = engine.drain(random.integers(2, 10, size=16).tolist())
+        assert (report_of(engine).longest_draft > 0) == (tally.num_drafts > 0)
+        drafted += tally.num_drafts > 0
+        in_vain += any(tally.lengths) and not tally.num_drafts
+    assert drafted > 10 and in_vain > 0, "calls of both kinds"
+
+
+def test_every_step_is_added_up_once_by_draft_length_batch_size_and_kind() -> None:
+    """Also those of a fixed length, and those that compute prompts; but none of the measurement at the start."""
+    engine = engine_of(GOOD, max_batch=4, noise=QUIET)
+    assert engine.rule.report()["steps"] == []
+    engine.rule.fix_num_speculative_tokens(0)
+    engine.drain([1.0])
+    engine.rule.begin()
+    engine.run(4, 100)
+    engine.rule.fix_num_speculative_tokens(K)
+    engine.run(1, 1000)
+    engine.drain([1.0, 1.0])
+    steps = {step[:3]: step for step in (StepTotal(*row) for row in engine.rule.report()["steps"])}
+    assert set(steps) == {(0, 4, "steady"), (K, 1, "mixed"), (K, 1, "steady"), (K, 2, "prompts"), (K, 2, "steady")}
+    assert steps[0, 4, "steady"][3:] == (100, 4 * 100, pytest.approx(100 * 0.0226, rel=0.02))
+    assert steps[K, 1, "mixed"].num_steps == 1, "the first of another length verifies what the one before drafted"
+    assert steps[K, 1, "steady"].num_steps == 999 and steps[K, 2, "prompts"][3:5] == (1, 2)
+    _, tokens, seconds = steps[K, 1, "steady"][3:]
+    assert tokens / seconds * CPU.without[0] == pytest.approx(speed_of_fixed(CPU, GOOD, 1, K), rel=0.05)
+
+
+def test_an_engine_without_speculation_adds_its_steps_up_too() -> None:
+    engine = SimulatedEngine(SpeculationController(0, 4), CPU, (0.0,) * K, QUIET)
+    engine.drain([3.0, 3.0])
+    engine.now += 100.0
+    engine.drain([2.0])
+    steps = [StepTotal(*row) for row in engine.rule.report()["steps"]]
+    assert [step[:5] for step in steps] == [
+        (0, 2, "prompts", 1, 2), (0, 2, "steady", 3, 6), (0, 1, "prompts", 1, 1), (0, 1, "steady", 2, 2),
+    ]  # fmt: skip
+    assert sum(step.seconds for step in steps) == pytest.approx(engine.now - 100.0), "nothing of the time between"
+
+
+def test_measured_steps_are_told_with_their_error() -> None:
+    engine = engine_of(GOOD, measured=False, noise=Noise(steps=0.1, late=0.0, slow_every=float("inf")))
+    told, end = [], engine.rule.end_measuring
+    engine.rule.end_measuring = lambda: told.extend(end())
+    engine.measure(16)
+    assert {(k, batch) for k, batch, *_ in told} == {(k, batch) for k in range(K + 1) for batch in (1, 4, 16, 32)} - {
+        (k, 32) for k in range(K + 1)
+    }
+    for k, batch, seconds, error, number in told:
+        assert error == pytest.approx(0.1 / number**0.5, rel=0.6)
+        assert seconds == pytest.approx(CPU.seconds(k, k, batch) * np.exp(-0.67 * 0.1), rel=5 * error)
+
+
+def test_reason_in_words() -> None:
+    engine = engine_of(GOOD, noise=QUIET)
+    words = engine.rule.describe()
+    assert re.match(r"k=3 at batch 1 to 2 \(gain 1\.3\dx to 1\.\d\dx\), k=2 at batch 3 to \d", words), words
+    assert re.search(r", off at batch \d+ to 32: \d\.\d\dx at k=1$", engine_of(BAD, noise=QUIET).rule.describe())
+    engine.rule.fix_num_speculative_tokens(1)
+    assert engine.rule.describe() == "k=1 at every batch size (fixed)"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Fixed lengths, and steps that teach nothing
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_full_length_until_steps_were_measured() -> None:
+    engine = engine_of(COLLAPSED, measured=False)
+    assert set(engine.run(4, 50).lengths) == {K}
+    assert not engine.rule.fix_num_speculative_tokens(None), "there is nothing to choose by yet"
+    engine.rule.new_drafter(None)
+    assert set(engine.run(4, 50).lengths) == {K}
+    engine.measure(32)
+    assert engine.run(4, 100).lengths[-1] == 0
+
+
+def test_requests_too_short_for_any_measurement_leave_the_length_fixed() -> None:
+    engine = engine_of(GOOD, measured=False)
+    engine.rule.begin_measuring()
+    engine.drain([2] * 4)
+    assert engine.rule.end_measuring() == []
+    assert engine.rule.describe() == f"k={K} at every batch size (fixed)"
+
+
+@pytest.mark.parametrize("how", ["fixed", "other sampling"])
+def test_nothing_is_learnt_from_a_fixed_length_or_another_sampling(how: str) -> None:
+    """Such as greedy text, or that of a drafter that is being verified."""
+    engine = engine_of(GOOD)
+    before = engine.rule.describe()
+    if how == "fixed":
+        engine.rule.fix_num_speculative_tokens(K)
+    engine.rule.begin(how == "fixed")
+    engine.rates = BAD
+    tally = engine.run(1, 500)
+    assert len(set(tally.lengths)) == 1, "no probes either"
+    engine.rule.fix_num_speculative_tokens(None)
+    assert engine.rule.describe() == before
+
+
+def test_the_choice_does_not_wait_for_what_a_draft_will_be() -> None:
+    """Losslessness rests on it: of two engines that differ in the next acceptances alone, both draft the same."""
+
+    def lengths(seed: int) -> Any:
+        controller = SpeculationController(K, 4)
+        engine = SimulatedEngine(controller, CPU, GOOD, QUIET, seed=0)
+        engine.measure(4)
+        engine.run(4, 30)
+        engine.random = np.random.default_rng(seed)
+        return controller.draft_lengths(engine.now)
+
+    assert lengths(1) == lengths(2)
+
+
+def test_drafts_that_only_some_requests_have_teach_what_a_step_costs() -> None:
+    """An index drafts for some requests of a batch; a step then costs what it verifies, and the machine slows down."""
+    controller = SpeculationController(K, 16)
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    engine.measure(16, proposer="history")
+    engine.looks_up = 0.6
+    engine.run(4, 100)
+    controller.report()
+    engine.slow_down = 2.0
+    tally = engine.run(4, 600)
+    gain = controller.report()["gain"]
+    assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
+
+
+def ratios_of(shape: Shape, batch: int) -> Any:
+    expected = [shape.seconds(k, k, batch) / shape.seconds(0, 0, batch) for k in range(K + 1)]
+    return pytest.approx(expected, rel=0.05)
+
+
+def test_each_request_chooses_by_what_a_step_costs_where_history_proposes() -> None:
+    controller = SpeculationController(K, 16)
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    assert controller.plan(4).ratios is None, "all requests have the same length"
+    engine.measure(16, proposer="history")
+    assert engine.run(1, 60).lengths[-1] == engine.run(16, 60).lengths[-1] == K, "each request may have the most"
+    for batch in (1, 16):
+        assert controller.plan(batch).ratios == {"history": ratios_of(CPU, batch)}
+    controller.fix_num_speculative_tokens(2)
+    assert controller.plan(1).ratios is None and set(engine.run(1, 20).lengths) == {2}
+    controller.begin_measuring("history")
+    assert controller.plan(1).measures == "history"
+
+
+def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_drafted() -> None:
+    """Requests may draft nothing for as long as nothing pays, which the alarm for engines that draft nothing must not see."""
+    controller = SpeculationController(K, 16)
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    engine.measure(16, proposer="history")
+    engine.looks_up = 0.0
+    engine.run(4, 40)
+    report = report_of(engine)
+    assert report.longest_draft == 0 and report.seconds > 0
+    rollouts = [Rollout("p", 0, [1], [5] * 39, [0.0] * 39, "", "stop", Versions(0, 0), None)]
+    batch = RolloutBatch(rollouts, [], None, 1.0, 39, gain=report)
+    assert check_step(evidence_of(batch, Versions(0, 0)), DrafterConfig(model={"type": "eagle3"}), 100) == []
+    engine.looks_up = 0.5
+    engine.run(4, 40)
+    assert report_of(engine).longest_draft == K
+
+
+def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
+    controller = SpeculationController(K, 16)
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    engine.measure(16, proposer="history")
+    engine.looks_up = 0.05
+    engine.run(16, 20)
+    controller.report()
+    tally = engine.run(16, 600)
+    gain = controller.report()["gain"]
+    assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
+
+
+def test_with_a_drafter_each_request_may_have_the_most_as_well() -> None:
+    engine = engine_of(BAD, noise=QUIET)
+    assert engine.run(32, 100).lengths[-1] == 0
+    engine.measure(32, proposer="history")
+    assert engine.run(32, 20).lengths[-1] == K
+    assert {name: ratios[0] for name, ratios in engine.rule.plan(32).ratios.items()} == {"drafter": 1, "history": 1}
+
+
+def test_drafts_from_history_beside_a_drafter_cost_what_they_verify() -> None:
+    engine = engine_of(GOOD, noise=QUIET)
+    controller = engine.rule
+    before = controller._acceptance.tokens_per_step().tolist()
+    engine.shape, engine.rates, engine.has_passes = GPU, (0.0, 0.0, 0.0), False  # any tokens, verified at another price
+    engine.measure(32, proposer="history")
+    assert controller._acceptance.tokens_per_step().tolist() == before, "these were no drafts of the drafter"
+    assert controller.plan(4).ratios == {"history": ratios_of(GPU, 4), "drafter": ratios_of(CPU, 4)}
+    controller.report()
+    engine.rates = GOOD
+    tally = engine.run(4, 600)
+    gain = controller.report()["gain"]
+    assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)

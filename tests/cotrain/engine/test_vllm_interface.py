@@ -1,0 +1,51 @@
+"""What is known of vLLM's functions and attributes, held against the vLLM that is installed."""
+
+from pathlib import Path
+
+import pytest
+import vllm
+
+from cotrain.engine import cpu, interface
+
+
+def test_the_installed_vllm_is_the_one_that_is_known() -> None:
+    assert interface.moved() == []
+
+
+def test_every_function_that_a_patch_replaces_is_known() -> None:
+    places = {f"{owner}{'.' if ':' in owner else ':'}{name}" for owner, name in cpu.PATCHES.values()}
+    assert places == interface.WRAPPED_ON_CPU.keys()
+
+
+@pytest.mark.parametrize("table", ["WRAPPED", "WRAPPED_ON_CPU", "USED", "USED_ON_CPU"])
+def test_each_entry_would_be_missed(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = getattr(interface, table)
+    assert entries
+    for path, names in entries.items():
+        owner, _, last = path.rpartition("." if "." in path.partition(":")[2] else ":")
+        monkeypatch.setattr(interface, table, {f"{owner}{path[len(owner)]}no_{last}": names})
+        assert interface.moved() == [f"{owner}{path[len(owner)]}no_{last} is missing"]
+        monkeypatch.setattr(interface, table, {path: f"{names} no_such_name".strip()})
+        (problem,) = interface.moved()
+        assert problem.startswith(path) and "no_such_name" in problem
+
+
+def test_an_engine_whose_vllm_has_moved_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.delattr(GPUModelRunner, "_get_positions")
+    with pytest.raises(RuntimeError, match=r"not the one that cotrain knows: .*GPUModelRunner has no _get_positions"):
+        cpu.apply_patches()
+
+
+@pytest.mark.parametrize(
+    "table", [interface.SIDECAR, *interface.SIDECAR_OF_RUNNER.values()], ids=["both runners", "V1", "V2"]
+)
+def test_each_function_that_the_sidecar_hooks_into_would_be_missed(table: dict[str, str]) -> None:
+    installed = Path(vllm.__file__).parents[1]
+    assert table and interface.moved_in(installed, table) == []
+    for path, names in table.items():
+        for other in (f"other {names}", f"{names} other", f"{names.removesuffix(' ...')}_other ..."):
+            (problem,) = interface.moved_in(installed, {path: other})
+            assert problem.startswith(f"{path} takes (")
+        assert interface.moved_in(installed, {f"{path}_gone": names})

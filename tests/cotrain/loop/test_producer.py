@@ -1,0 +1,462 @@
+"""The producer between simulated engines and a simulated scorer, on the reactor that runs use."""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cotrain.loop.producer import Producer, Prompts
+from cotrain.loop.reactor import Reactor
+from cotrain.process.failures import RunFailure, TaskFailed
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions
+from cotrain.run.rows import RowFile, read_rows
+from cotrain.tasks.prompts import PromptOrder
+from tests.cotrain.loop.simulated_ray import Cluster, Reference
+
+P, SAMPLES, NUM_PROMPTS = 4, 2, 40
+
+
+class Engines:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, list[str]]] = []
+        self.seeds: dict[str, list[int | None]] = {}
+        self.in_dispatch = [0]
+        self.starts: Any = None
+        self.shared: list[tuple[int, int]] = []
+
+    def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
+        self.shared.append((engine, len(rollouts)))
+
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
+        self.calls.append((engine, [request.prompt_id for request in requests[::SAMPLES]]))
+        for request in requests:
+            self.seeds.setdefault(request.prompt_id, []).append(request.seed)
+        reference = Reference(("generate", requests))
+        reference.engine = engine
+        return reference
+
+    def lose(self, engine: int, failure: RunFailure) -> None:
+        if engine in self.in_dispatch:
+            self.in_dispatch.remove(engine)
+            self.starts(engine, Reference(("start", engine)))
+
+    def come_back(self, engine: int) -> None:
+        self.in_dispatch.append(engine)
+
+    def give_up(self, engine: int, failure: RunFailure) -> None: ...
+
+
+class Rewards:
+    def __init__(self) -> None:
+        self.restarts, self.begun = 0, deque[Reference]()
+        self.starting = Reference(("scorer starts", None))
+
+    def begin(self, prompt: Prompt, responses: list[str]) -> Reference:
+        self.begun.append(Reference(("score", responses)))
+        return self.begun[-1]
+
+    def restart(self) -> Reference:
+        self.restarts += 1
+        return Reference(("scorer starts", None))
+
+
+class Task:
+    def __len__(self) -> int:
+        return NUM_PROMPTS
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(f"p{index}", [], None)
+
+
+class Stream:
+    """A producer and what is around it. `answer` decides which of the calls under way get their result."""
+
+    def __init__(self, run_config: Any, folder: Path, served: int = 0, saved: Any = None, **fields: Any):
+        stream = {"max_policy_lag": fields.pop("lag", 0), "reward_timeout_s": fields.pop("timeout", 60)}
+        rollout = {"prompts_per_step": P, "samples_per_prompt": SAMPLES, "vllm": {"max_num_seqs": 4}} | fields
+        self.config = run_config(steps=8, rollout=rollout, stream=stream)
+        prompts = Prompts(
+            Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
+        )  # type: ignore[arg-type]
+        self.cluster, self.engines, self.rewards = Cluster(), Engines(), Rewards()
+        self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
+        self.events = RowFile(folder / "stream.jsonl")
+        self.producer = Producer(self.config, self.engines, self.rewards, prompts, self.reactor, self.events)  # type: ignore[arg-type]
+        self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
+        self.producer.start(served, saved)
+        self.cluster.happens = self._answer_all
+
+    def _answer_all(self, references: list[Reference]) -> None:
+        for reference in references:
+            self.answer(reference)
+
+    def answer(self, reference: Reference) -> None:
+        kind, given = reference.what
+        if kind in ("start", "scorer starts"):
+            reference.result = "started"
+            return
+        reference.result = batch_of(given) if kind == "generate" else [float(len(text)) for text in given]
+
+    def step(self) -> list[Any]:
+        self.producer.admit(False)
+        taken: list[Any] = []
+        self.reactor.until(lambda: bool(taken.extend(self.producer.take() or ()) or taken))
+        return taken
+
+    def kinds(self, group: int) -> list[str]:
+        return [row["event"] for row in read_rows(self.events.path) if row.get("group") == group]
+
+
+def batch_of(requests: list[RolloutRequest]) -> RolloutBatch:
+    rollouts = [
+        Rollout(r.prompt_id, r.sample_index, r.prompt_token_ids, [5] * 3, [-1.0] * 3, "x" * (r.sample_index + 1), "stop",
+                Versions(0, 0), None)
+        for r in requests
+    ]  # fmt: skip
+    return RolloutBatch(rollouts, [], None, 1.0, 3 * len(rollouts))
+
+
+@pytest.fixture
+def new(run_config: Any, tmp_path: Path) -> Callable[..., Stream]:
+    return lambda **fields: Stream(run_config, tmp_path, **fields)
+
+
+def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prompts(new: Any) -> None:
+    stream = new(num_engines=2)
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    for step in (1, 2):
+        taken = stream.step()
+        names = [f"p{i}" for i in order.step(step)]
+        assert [group.prompt.id for group in taken] == names
+        assert stream.engines.calls[-2:] == [(0, names[::2]), (1, names[1::2])]
+        assert [group.rewards for group in taken] == [[1.0, 2.0]] * P
+        window = stream.producer.window(str)
+        assert [r.prompt_id for r in window.rollouts[::SAMPLES]] == names[::2] + names[1::2]
+        assert stream.producer.window(str) is None
+        stream.producer.release()
+    assert (
+        stream.engines.shared == [(0, 2 * SAMPLES), (1, 2 * SAMPLES)] * 2
+    )  # what one engine wrote, the other drafts from
+    assert stream.kinds(0) == ["admitted", "dispatched", "finished", "scored", "taken", "released"]
+
+
+def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
+    stream, tapped = new(num_engines=2), {"num_rollouts": 4}
+    stream.producer._window = [(e, replace(batch_of([]), features=[f"{e}"], feature_stats=tapped)) for e in (0, 1)]
+
+    def bring(path: str) -> str:
+        if path == "0":
+            raise RunFailure("its node has gone")
+        return f"brought {path}"
+
+    window = stream.producer.window(bring)
+    assert (window.features, window.feature_stats) == (["brought 1"], tapped)
+    assert stream.producer.metrics()["drafter/lost_features"] == 4
+
+
+def test_with_lag_each_group_is_a_call_and_engines_are_not_overfilled(new: Any) -> None:
+    stream = new(lag=2, num_engines=2)
+    stream.producer.admit(False)
+    assert stream.producer.ledger.admitted == 3 * P
+    # 4 requests at once, filled to 5 or more: three groups of 2 samples on each engine; the others wait.
+    assert sorted(engine for engine, _ in stream.engines.calls) == [0, 0, 0, 1, 1, 1]
+    assert all(len(names) == 1 for _, names in stream.engines.calls)
+    metrics = stream.producer.metrics()
+    assert (metrics["stream/groups_waiting"], metrics["stream/groups_running"]) == (6, 6)
+    taken = stream.step()
+    assert len(taken) == P and stream.producer.ledger.count("taken") == P
+
+
+def test_a_scorer_that_does_not_answer_costs_its_group_which_is_generated_again(new: Any) -> None:
+    stream = new(timeout=0.05)
+    hung: list[Reference] = []
+
+    def answer(reference: Reference) -> None:
+        if reference.what[0] == "score" and (not hung or reference in hung):
+            hung[:] = [reference]
+        elif reference.what[0] == "score" and hung and not stream.rewards.restarts:
+            return  # it waits behind the one that hangs
+        else:
+            Stream.answer(stream, reference)
+
+    stream.answer = answer
+    taken = stream.step()
+    assert stream.rewards.restarts == 1 and len(taken) == P
+    lost = next(row for row in read_rows(stream.events.path) if row["event"] == "lost")
+    assert lost["reason"] == "the scorer did not answer"
+    assert stream.kinds(lost["group"]) == [
+        "admitted", "dispatched", "finished", "lost", "dispatched", "finished", "scored", "taken",
+    ]  # fmt: skip
+    assert stream.producer.metrics()["stream/lost_groups"] == 1
+    assert all(group.rewards == [1.0, 2.0] for group in taken)
+
+
+def test_a_scorer_that_dies_costs_its_group_and_in_the_end_another_prompt_takes_its_place(new: Any) -> None:
+    stream = new()
+    first = f"p{PromptOrder(NUM_PROMPTS, P, 0).step(1)[0]}"
+
+    def answer(reference: Reference) -> None:
+        Stream.answer(stream, reference)
+        number = next((n for n, begun in stream.producer._scoring if begun is reference), None)
+        if number is not None and stream.producer._results[number].prompt.id == first:
+            reference.result = RunFailure("rewards: its process has died")
+
+    stream.answer = answer
+    taken = stream.step()
+    assert stream.rewards.restarts == stream.producer.ledger.lost["the scorer died"] == 2
+    assert len(taken) == P and first not in [group.prompt.id for group in taken]
+    asked = [name for _, names in stream.engines.calls for name in names]
+    assert asked.count(first) == 2
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_groups_of_an_engine_that_dies_are_generated_elsewhere_until_it_is_back(new: Any, lag: int) -> None:
+    stream = new(lag=lag, num_engines=2)
+    dead: list[Reference] = []
+
+    def answer(reference: Reference) -> None:
+        if reference.what[0] == "start" and stream.producer.ledger.served < 2:
+            return  # it is still starting
+        if reference.what[0] == "generate" and not dead and reference.engine == 1:
+            dead.append(reference)
+            reference.result = RunFailure("rollout_1: its process has died")
+        elif reference.result is None:
+            Stream.answer(stream, reference)
+
+    stream.answer = answer
+    taken = []
+    for _ in range(4):
+        taken += [group.prompt.id for group in stream.step()]
+        stream.producer.release()
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    assert taken == [f"p{index}" for step in range(1, 5) for index in order.step(step)]
+    lost = [row for row in read_rows(stream.events.path) if row["event"] == "lost"]
+    assert lost and all(row["engine"] == 1 and row["reason"] == "its engine died" for row in lost)
+    again = [
+        row
+        for row in read_rows(stream.events.path)
+        if row["event"] == "dispatched" and row["attempt"] and row["engine"] == 0
+    ]
+    assert {row["group"] for row in lost} == {row["group"] for row in again}
+    assert stream.engines.in_dispatch == [0, 1] and (lag or stream.producer._outstanding == [0, 0])
+    assert {engine for engine, _ in stream.engines.calls[-4:]} == {0, 1}
+
+
+def test_the_time_of_a_scorer_counts_from_when_it_has_started(new: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first scorer hangs once, and each start takes longer than a reward may."""
+    stream, now = new(timeout=60), 0.0
+    monkeypatch.setattr("cotrain.loop.producer.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    born, ready = dict[int, float](), list[Reference]()
+
+    def answer(reference: Reference) -> None:
+        kind, _ = reference.what
+        age = now - born.setdefault(id(reference), now)
+        if kind == "scorer starts" and age > 200:
+            ready.append(reference)
+        waits = {"scorer starts": age <= 200, "score": len(ready) < 2}  # for the second scorer, as the first one hangs
+        if not waits.get(kind):
+            Stream.answer(stream, reference)
+
+    def happens(references: list[Reference]) -> None:
+        nonlocal now
+        now += 10
+        stream._answer_all(references)
+
+    stream.answer, stream.cluster.happens = answer, happens
+    assert len(stream.step()) == P
+    assert stream.producer.ledger.lost == {"the scorer did not answer": 1}
+    assert 200 + 60 + 200 < now < 200 + 60 + 200 + 100
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_scorer_that_cannot_start_ends_the_run_with_its_own_error(new: Any, restarts: int) -> None:
+    stream = new()
+
+    def answer(reference: Reference) -> None:
+        kind, _ = reference.what
+        Stream.answer(stream, reference)
+        if kind == "score":
+            reference.result = RunFailure("rewards: its process has died")
+        elif kind == "scorer starts" and stream.rewards.restarts == restarts:
+            reference.result = ValueError("task.reward: my.reward cannot be imported")
+
+    stream.answer = answer
+    with pytest.raises(ValueError, match=r"task\.reward: my\.reward cannot be imported"):
+        stream.step()
+    assert stream.rewards.restarts == restarts
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_group_that_failed_ends_the_run_between_steps_when_all_else_is_scored(new: Any, lag: int) -> None:
+    """So a step that is under way is finished, and a checkpoint can hold what is scored."""
+    stream = new(lag=lag)
+    second = [f"p{i}" for i in PromptOrder(NUM_PROMPTS, P, 0).step(2)]
+
+    def answer(reference: Reference) -> None:
+        Stream.answer(stream, reference)
+        number = next((n for n, begun in stream.producer._scoring if begun is reference), None)
+        if number is not None and stream.producer._results[number].prompt.id in second[1:3]:
+            reference.result = TaskFailed(f"task.reward raised KeyError in group {number}")
+
+    stream.answer = answer
+    stream.step()
+    if lag:  # the groups of the next step are there already, and the step under way does not mind
+        stream.reactor.until(lambda: len(stream.producer._failed) == 2)
+    stream.producer.release()
+    with pytest.raises(TaskFailed, match="in group 5"):
+        stream.step()
+    saved = json.loads(json.dumps(stream.producer.state()))
+    assert {row["number"] for row in saved["groups"]} >= {4, 7} and not {5, 6} & {
+        row["number"] for row in saved["groups"]
+    }
+    mended = new(lag=lag, served=1, saved=saved)
+    assert [group.prompt.id for group in mended.step()] == second
+    begun = [name for _, names in mended.engines.calls for name in names]
+    assert set(second) & set(begun) == set(second[1:3])
+
+
+def test_a_prompt_that_does_not_fit_fails_when_it_is_drawn(new: Any) -> None:
+    stream = new()
+    third = PromptOrder(NUM_PROMPTS, P, 0).step(1)[2]
+    stream.producer._prompts.tokenizer.apply_chat_template = lambda messages, **_: [1] * (600 if messages else 2)
+    plain = stream.producer._prompts.task.prompt
+    long = [{"role": "user", "content": "long"}]
+    stream.producer._prompts.task.prompt = lambda i: replace(plain(i), messages=long) if i == third else plain(i)
+    with pytest.raises(
+        TaskFailed, match=rf"prompt p{third} has 600 tokens, rollout\.max_prompt_tokens is 512: raise it"
+    ):
+        stream.step()
+    assert stream.producer.ledger.count("scored") == P - 1
+
+
+def test_what_a_scorer_raises_ends_the_run(new: Any) -> None:
+    stream = new()
+
+    def answer(reference: Reference) -> None:
+        Stream.answer(stream, reference)
+        if reference.what[0] == "score":
+            reference.result = ValueError("task.reward: my.reward must return a finite number")
+
+    stream.answer = answer
+    with pytest.raises(ValueError, match="must return a finite number"):
+        stream.step()
+
+
+def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> None:
+    stream = new(lag=1)
+    stream.step()
+    stream.producer.release()
+    stream.reactor.until(lambda: stream.producer.ledger.count("scored") == 2)
+    scored = [group.number for group in stream.producer.ledger.groups.values() if group.state == "scored"]
+    assert scored
+    number = scored[0]
+    result = stream.producer._results[number]
+    counts = SpeculationCounts((0, 2, 1), ((0, 0, 0), (1, 0, 0), (1, 1, 0)))
+    earlier = (Segment(Versions(0, 0), 0, 1),)
+    result.rollouts[0] = replace(
+        result.rollouts[0],
+        speculation=counts,
+        verification_steps=((2, 1), (3, 2)),
+        earlier=earlier,
+        versions=Versions(1, 1),
+    )
+    stream.producer.ledger.lost["the scorer died"] += 3
+    stream.producer._window = [(0, replace(batch_of([]), feature_stats={"num_rollouts": 5}))]
+    saved = json.loads(json.dumps(stream.producer.state()))
+    again = new(lag=1, served=1, saved=saved)
+    taken = again.step()
+    metrics = again.producer.metrics()
+    assert (metrics["stream/lost_groups"], metrics["drafter/lost_features"]) == (3, 5)
+    assert len(taken) == P
+    restored = again.producer._results[number]
+    assert restored.rollouts == result.rollouts and restored.rewards == result.rewards
+    assert restored.prompt == result.prompt and again.kinds(number)[0] == "restored"
+    asked = [name for _, names in again.engines.calls for name in names]
+    assert restored.prompt.id not in asked
+
+
+def test_a_run_in_which_nothing_happens_any_more_ends_and_says_what_is_under_way(new: Any) -> None:
+    stream = new()
+    stream.reactor._stalled_after_s = 0.05
+    stream.answer = lambda reference: reference.what[0] == "scorer starts" and Stream.answer(stream, reference)
+    with pytest.raises(RunFailure, match=r"1 do not answer; groups: 4 dispatched; oldest 0, admitted 4"):
+        stream.step()
+    idle = new()
+    idle.reactor.until(lambda: idle.producer._unscored is None)
+    with pytest.raises(RunFailure, match="deadlock: no task is pending"):
+        idle.reactor.until(lambda: False)
+
+
+def test_seeds_follow_from_the_place_of_a_group_and_not_from_when_it_begins(new: Any) -> None:
+    found = []
+    for lag in (0, 2):
+        stream = new(lag=lag, draft_sample_method="greedy")
+        for _ in range(3):
+            stream.step()
+            stream.producer.release()
+        found.append({name: seeds[:SAMPLES] for name, seeds in stream.engines.seeds.items()})
+    assert None not in found[0].values() and len(found[0]) == 3 * P
+    assert {name: found[1][name] for name in found[0]} == found[0]
+
+
+def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) -> None:
+    stream = new()
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    stream.step()
+    names = [f"p{i}" for i in order.step(2)]
+    logs = dict(zip(names, (1.0, 3.0, 2.0, 2.5), strict=True))
+    stream.producer._lengths.load({"logs": logs})
+    saved = json.loads(json.dumps(stream.producer.state()))
+    stream.producer.release()
+    longest_first = [names[1], names[3], names[2], names[0]]
+    assert [group.prompt.id for group in stream.step()] == names, "the learner is given them as they were drawn"
+    assert stream.engines.calls[-1] == (0, longest_first)
+    again = new()
+    again.producer.start(1, saved)
+    again.step()
+    assert again.engines.calls[-1] == (0, longest_first)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: Any, lag: int) -> None:
+    order = PromptOrder(NUM_PROMPTS, P, 0)
+    drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
+    for chosen in ("longest_first", "drawn"):
+        stream = new(lag=lag, order=chosen)
+        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
+        stream.step()
+        begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
+        steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
+        assert begun == (drawn if chosen == "drawn" else [name for step in steps for name in reversed(step)])
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
+    stream = new(lag=lag)
+    names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
+    logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
+    stream.producer._lengths.load({"logs": logs})
+    plain = stream.answer
+
+    def answer(reference: Reference) -> None:
+        plain(reference)
+        if reference.what[0] == "generate":
+            of = [40 if logs.get(rollout.prompt_id) == 3.0 else 10 for rollout in reference.result.rollouts]
+            rollouts = [replace(r, token_ids=[5] * n) for r, n in zip(reference.result.rollouts, of, strict=True)]
+            reference.result = replace(reference.result, rollouts=rollouts)
+
+    stream.answer = answer
+    for _ in range(2):
+        stream.step()
+        stream.producer.release()
+    for name in names[3::P]:
+        assert stream.producer._lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
+    finished = [row for row in read_rows(stream.events.path) if row["event"] == "finished"]
+    assert {row["prompt"]: row["lengths"] for row in finished}[names[3]] == [40, 40]
+    assert all(row["prompt_tokens"] > 0 for row in finished)

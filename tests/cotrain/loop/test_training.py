@@ -1,0 +1,73 @@
+"""The drafter's training beside other calls of its trainer, on the reactor that runs use."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.actors.learner import Pending
+from cotrain.loop.reactor import Reactor
+from cotrain.loop.training import DrafterTraining
+from cotrain.run.rows import RowFile, read_rows
+from tests.cotrain.loop.simulated_ray import Cluster, Reference
+
+
+class Trainer:
+    """Calls wait in a line; `work` makes the first of them."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Reference] = []
+        self.made: list[Any] = []
+
+    def begin_train(self, step: int, num_updates: int) -> Pending[Any]:
+        return self._begin("train", step, num_updates)
+
+    def begin_set_target_weights(self) -> Pending[Any]:
+        return self._begin("set_target_weights")
+
+    def _begin(self, *call: Any) -> Pending[Any]:
+        self.waiting.append(Reference(call))
+        return Pending(self.waiting[-1:])
+
+    def work(self, _: Any = None) -> None:
+        if self.waiting:
+            first = self.waiting.pop(0)
+            self.made.append(first.what)
+            first.result = ({"drafter/train_s": 0.5, "drafter/loss": float(len(self.made))}, 10.0, 10.5)
+
+
+@pytest.fixture
+def new(run_config: Any, tmp_path: Path) -> Any:
+    def build(lag: int) -> Any:
+        drafter = {"model": {"type": "eagle3"}, "updates_per_step": 4}
+        config = run_config(steps=8, stream={"max_policy_lag": lag}, drafter=drafter)
+        cluster, trainer = Cluster(), Trainer()
+        cluster.happens = trainer.work
+        reactor = Reactor(cluster, 5.0)  # type: ignore[arg-type]
+        events = RowFile(tmp_path / f"stream{lag}.jsonl")
+        return trainer, reactor, DrafterTraining(config, trainer, reactor, events), events  # type: ignore[arg-type]
+
+    return build
+
+
+def test_a_round_is_waited_for(new: Any) -> None:
+    trainer, _, training, _ = new(lag=0)
+    training.begin(3)
+    training.finish()
+    assert trainer.made == [("train", 3, 1)] * 4
+    assert training.metrics() == {"drafter/train_s": 2.0, "drafter/loss": 2.5, "drafter/updates": 4}
+    assert training.metrics() == {}
+
+
+def test_other_calls_come_between_two_updates(new: Any) -> None:
+    trainer, reactor, training, events = new(lag=1)
+    training.begin(3)
+    heads = trainer.begin_set_target_weights()
+    reactor.wait(heads.references)
+    assert trainer.made == [("train", 3, 1), ("set_target_weights",)]
+    training.begin(4)  # a round begins before the last one has ended
+    training.finish()
+    assert trainer.made[2:] == [("train", 3, 1)] + [("train", 4, 1)] * 3
+    assert training.metrics() == {"drafter/train_s": 2.5, "drafter/loss": 3.8, "drafter/updates": 5}
+    assert not training.under_way and not trainer.waiting
+    assert [row["event"] for row in read_rows(events.path)] == ["drafter trained"] * 5
