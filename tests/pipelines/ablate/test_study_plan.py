@@ -91,7 +91,7 @@ def test_paths_of_the_shared_configuration_are_relative_to_the_study_file_too(st
         (arms("name='x', drafter='none', init='generic'"), "arm 'x': drafter.model: missing"),
         (arms("name='x', init='genric'"), "arm 'x': init: 'genric' is not in [inits]; a drafter of elsewhere is named by drafter.init"),
         (arms("name='x', 'rollout.num_speculative_tokens'=4"), "arm 'x': rollout.num_speculative_tokens: 4 is above drafter.model.trained_depth = 3"),
-        (arms("name='x', drafter.objective={typ=1}"), "arm 'x': drafter.objective.typ: unknown field; did you mean"),
+        (arms("name='x', drafter.objective={type='lk_hybrid'}"), "arm 'x': drafter.objective: unknown field; drafter has"),
         (arms("name='x y'", "name='x-y', rollout.num_speculative_tokens=1"), "arm 'x-y': would share run folders x-y-s* with another arm; rename one"),
         (arms("init='generic'"), "arms.name: missing: Name in tables"),
         ("arms=[]", "arms: Tuple should have at least 1 item"),
