@@ -158,9 +158,7 @@ def _by_start(accepted: Tensor, batch: DraftBatch, alignment: Alignment, drafter
 
 
 def _comparisons(
-    heads: Sequence[tuple[Sequence[Tensor], Tensor, Teacher]],
-    alignment: Alignment,
-    with_gradient: bool,
+    heads: Sequence[tuple[Sequence[Tensor], Tensor, Teacher]], alignment: Alignment, with_gradient: bool
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Comparison]]:
     """Compare drafters with the target, a chunk of ascending target rows at a time.
 

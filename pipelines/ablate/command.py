@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
-
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import to_toml
 from cotrain.process.children import follow_parent, two_stage_stop
@@ -31,7 +29,7 @@ from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from drafters.files import read_object, write_json
 from pipelines.ablate.plan import Run, Status, Study, load_study
-from pipelines.page.folders import STUDY
+from pipelines.page.record import STUDY
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
 POLL_S = 0.05
@@ -68,13 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.dry_run:
         print("no problem found; what has to be downloaded or built, and drafters, are checked when the study starts")
         return 0
-    study.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(study.folder / "study.lock", timeout=0):
-            status = _run_study(study)
-    except Timeout:
-        raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
-    if status:
+    if status := _run_study(study):
         print(f"the same command goes on:\n  cotrain ablate {shlex.join(arguments)}")
     return status
 
@@ -91,12 +83,12 @@ def _check(study: Study, quick: bool) -> None:
 
 
 def _run_study(study: Study) -> int:
-    """Run what is not finished and write the report, with the study's folder locked. Returns the exit status."""
+    """Run what is not finished and write the report. Returns the exit status."""
     from pipelines.ablate.report import write_study_report
 
     started = time.monotonic()
     for name in ("logs", "runs", "inits"):
-        (study.folder / name).mkdir(exist_ok=True)
+        (study.folder / name).mkdir(parents=True, exist_ok=True)
     save_state(study)
     with two_stage_stop(print, "step") as stopped:
         waiting = [run for run in study.runs if next_action(run) != "finished"]

@@ -11,9 +11,8 @@ from typing import Any
 import pandas as pd
 
 from drafters.files import read_object
-from pipelines.page.folders import STUDY
 from pipelines.page.page import MOST_LINES, REPORT, Section, line_section, write_page
-from pipelines.page.record import RunRecord, read_run
+from pipelines.page.record import STUDY, RunRecord, read_run
 
 NONE = "-"
 LENGTH, SPEED, REWARD = "rollout/acceptance_length", "rollout/tokens_per_s", "policy/reward"

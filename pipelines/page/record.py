@@ -1,4 +1,4 @@
-"""What a report reads of a run's folder."""
+"""The folder of a run or study by its name, and what a report reads of a run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,11 +6,14 @@ from typing import Any
 
 import pandas as pd
 
+from cotrain.config.errors import did_you_mean
+from cotrain.config.schema import default_run_root
 from cotrain.run.provenance import flatten
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import FAILURE
 from drafters.files import read_object
 
+CONFIG, STUDY = "config.json", "study.json"
 OF_ENGINES = ("num_speculative_tokens", "draft_sample_method")
 SIDECAR_FIELDS = {"model": "policy.model"} | {name: f"rollout.{name}" for name in OF_ENGINES}
 """Fields of a sidecar's configuration that describe the host's engines, and what a run calls the same fields."""
@@ -54,7 +57,7 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run's folder. Raises ValueError naming the file that is missing, empty or damaged, and what to do."""
-    settings, metrics = flatten(read_object(folder / "config.json")), folder / "metrics.jsonl"
+    settings, metrics = flatten(read_object(folder / CONFIG)), folder / "metrics.jsonl"
     settings |= {alike: settings[name] for name, alike in SIDECAR_FIELDS.items() if name in settings}
     try:
         rows = read_rows(metrics)
@@ -70,4 +73,17 @@ def read_run(folder: Path) -> RunRecord:
         read_rows(folder / "decisions.jsonl"),
         read_rows(folder / "stream.jsonl"),
         failure.read_text() if failure.is_file() else None,
+    )
+
+
+def find(name: str) -> Path:
+    """The folder of a run or study, by path or by name in the run root. Raises ValueError naming those there if it is none."""
+    root = default_run_root()
+    for folder in (Path(name), root / name):
+        if (folder / STUDY).is_file() or (folder / CONFIG).is_file():
+            return folder
+    known = sorted({path.parent.name for file in (CONFIG, STUDY) for path in root.glob(f"*/{file}")})
+    raise ValueError(
+        f"RUN|STUDY: {name!r} is neither a run (with {CONFIG}) nor a study (with {STUDY}), here or in {root}, "
+        f"which holds {', '.join(known) or 'none'}{did_you_mean(name, known)}"
     )

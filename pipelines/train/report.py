@@ -12,9 +12,6 @@ from pipelines.page.page import REPORT, Section, line_section, write_page
 from pipelines.page.record import RunRecord, read_run
 
 MOST_DECISIONS = 12
-LEAST_SHARE = 0.005
-"""Share of the run's time below which a stage is left out of the figure, because nobody could see it there."""
-
 STAGES = {
     "generate": "rollouts",
     "wait_for_rollouts": "waiting for rollouts",
@@ -24,19 +21,12 @@ STAGES = {
     "swap_policy": "policy swap",
 }
 DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
-PROPOSERS = {"history": "from history", "drafter": "from the drafter"}
-"""Prefixes of the metrics that count drafts by proposer."""
-
 SERVED, SPEEDUP = "rollout/acceptance_length", "rollout/speedup_vs_no_speculation"
 LEAST_GAIN, LEAST_STEPS = 0.02, 5
 """Drafts do not pay if the second half of a run, of LEAST_STEPS steps or more, gains a smaller share than this by them."""
 
-MARKED = {
-    "published": "new drafter after this step",
-    "kept back": "candidate kept back",
-    "rolled back": "rolled back after this step",
-}
-"""Decisions that figures mark, and what they say about the step."""
+MARKED = ("published", "kept back", "rolled back")
+"""Decisions about the drafter that figures mark, after the step that the mark is at."""
 
 
 def write_run_report(folder: Path) -> Path:
@@ -99,11 +89,11 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     # Weighted, because a step with a dozen verification steps says little.
     acceptance, most = _from_to(run, SERVED, "rollout/num_drafts"), 1 + run.settings[LONGEST]
     facts["acceptance"] = f"{acceptance}   (tokens per verification step; 1 is no gain, {most} the most)"
-    for name, proposer in PROPOSERS.items():
+    for name in ("history", "drafter"):
         drafted, accepted = (run.column(f"{name}/{kind}").sum() for kind in ("drafted_tokens", "accepted_tokens"))
         if drafted:
             share = f"({accepted / drafted:.0%})"
-            facts[f"  {proposer}"] = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted   {share}"
+            facts[f"  from {name}"] = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted   {share}"
     if DRAFTER in run.settings:
         kept_back, rolled_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
         swaps = [f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"]
@@ -171,7 +161,7 @@ def _speculation(run: RunRecord) -> Iterator[Section]:
     }
     if run.column("history/tokens").any():
         served["served by the drafter alone"] = run.column("rollout/acceptance_length_serving")
-    marks = {label: [row["step"] for row in run.decisions if row["kind"] == kind] for kind, label in MARKED.items()}
+    marks = {kind: [row["step"] for row in run.decisions if row["kind"] == kind] for kind in MARKED}
     title, text = "Acceptance length, served and expected", "Tokens that a verification step of the engine emits."
     yield line_section(title, "acceptance length", text, served, marks=marks, floor="1: no gain")
     rates = {f"token {k}": run.column(f"rollout/acceptance_rate_pos_{k}") for k in range(1, 1 + run.settings[LONGEST])}
@@ -188,10 +178,9 @@ def _time(run: RunRecord) -> Iterator[Section]:
     """Times of the stages, idle time of the roles, and the policy lag of a run whose generation is ahead of learning."""
     stages = pd.DataFrame({label: run.column(f"time/{stage}_s") for stage, label in STAGES.items()})
     stages["rest"] = (run.column("time/step_s") - stages.sum(axis="columns")).clip(lower=0.0)
-    shares = stages.sum() / stages.sum().sum()
-    shown = shares[shares > LEAST_SHARE]
-    text = "Share of the run: " + ", ".join(f"{label} {100 * share:.0f} %" for label, share in shown.items()) + "."
-    yield line_section("Time per stage", "seconds a step", text, dict(stages[shown.index].items()))
+    shares = (stages.sum() / stages.sum().sum())[stages.notna().any()]
+    text = "Share of the run: " + ", ".join(f"{label} {share:.0%}" for label, share in shares.items()) + "."
+    yield line_section("Time per stage", "seconds a step", text, dict(stages.items()))
     if len(idle := _family(run, "idle/")):
         text = "Share of each step in which a role had nothing to do. The least idle one is the bottleneck."
         yield line_section("Idle time, by role", "share of the step", text, idle)

@@ -171,12 +171,11 @@ def test_the_error_of_a_run_is_the_line_that_says_why(tmp_path, text, error):
     assert last_error(tmp_path / "log", -9) == "killed by SIGKILL (out of memory?)"
 
 
-def test_two_processes_cannot_run_one_study(study_file, tmp_path):
-    (tmp_path / "studies/first").mkdir(parents=True)
-    with (
-        FileLock(tmp_path / "studies/first/study.lock"),
-        pytest.raises(ValueError, match="is being run by another process"),
-    ):
+def test_two_processes_cannot_run_one_study(study_file, calls, no_page, tmp_path):
+    assert main([str(study_file), "seeds=[0]"]) == 0
+    running = tmp_path / "studies/first/runs/no-speculation-s0"
+    (running / "metrics.jsonl").unlink()
+    with FileLock(running / "run.lock"), pytest.raises(ValueError, match="is being run by another process"):
         main([str(study_file)])
 
 

@@ -97,7 +97,7 @@ def test_proposers_are_told_apart(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows)
     told = {label.strip(): text for label, text in facts(folder).items()}
     assert told["from history"] == "60 of 200 draft tokens accepted   (30%)"
-    assert told["from the drafter"] == "40 of 100 draft tokens accepted   (40%)"
+    assert told["from drafter"] == "40 of 100 draft tokens accepted   (40%)"
 
 
 CHECKED = {"lossless__passed": 1.0, "lossless__tokens": 2048.0, "lossless__speculated_tokens": 1500.0}
@@ -146,7 +146,7 @@ def test_every_figure_of_the_page_is_beside_it_with_its_numbers(full: Path) -> N
     figure = plots(full)["acceptance_length"].figure
     assert figure is not None
     drawn = {line.get_label() for line in figure.axes[0].lines}
-    assert drawn >= {"served", "expected on unseen rollouts", "new drafter after this step"}
+    assert drawn >= {"served", "expected on unseen rollouts", "published"}
 
 
 def test_a_cell_of_a_table_stays_one_cell(full: Path) -> None:
@@ -237,7 +237,7 @@ def test_the_stages_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     assert plot.figure is not None
     drawn = {str(line.get_label()): list(line.get_ydata()) for line in plot.figure.axes[0].lines}
     assert drawn == {"rollouts": [1, 2, 3], "policy and drafter training": [9, 9, 9], "rest": [20, 19, 18]}
-    assert "rollouts 7 %, policy and drafter training 30 %, rest 63 %" in plot.text
+    assert "rollouts 7%, policy and drafter training 30%, rest 63%" in plot.text
 
 
 def test_decisions_are_marked_and_told(tmp_path: Path) -> None:
@@ -257,9 +257,9 @@ def test_decisions_are_marked_and_told(tmp_path: Path) -> None:
     figure = plots(folder)["acceptance_length"].figure
     assert figure is not None
     drawn = {str(line.get_label()): list(line.get_xdata()) for line in figure.axes[0].lines}
-    assert drawn["new drafter after this step"] == [2, 5]
-    assert drawn["candidate kept back"] == [4]
-    assert drawn["rolled back after this step"] == [6]
+    assert drawn["published"] == [2, 5]
+    assert drawn["kept back"] == [4]
+    assert drawn["rolled back"] == [6]
 
 
 def test_lag_and_idle_shares_are_drawn(tmp_path: Path) -> None:
