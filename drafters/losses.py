@@ -141,20 +141,17 @@ def acceptances(
     tables = [_nothing_accepted(head, alignment) for _, head, _ in heads]
     for index, k, starts, _, result in _comparisons(heads, alignment, with_gradient=False):
         tables[index][:, k, starts] = result.accepted
-    return [_by_start(table, batch, alignment, d) for table, d in zip(tables, drafters, strict=True)]
+    rows, shape = alignment.start_rows, drafters[0].shape
+    beyond = beyond_stop(batch, rows, shape.trained_depth, shape.sizes.eos_token_ids)
+    of_start = batch.document_ids[rows], generated_before(batch, rows)
+    filled = (table.masked_fill(beyond, 0.0) for table in tables)
+    return [StartAcceptance(probability, drawn, *of_start) for probability, drawn in filled]
 
 
 def _nothing_accepted(head: Tensor, alignment: Alignment) -> Tensor:
     """Return the two acceptance tables [2, K, S] before any comparison: all NaN."""
     precision = torch.promote_types(head.dtype, torch.float32)
     return head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision)
-
-
-def _by_start(accepted: Tensor, batch: DraftBatch, alignment: Alignment, drafter: Drafter) -> StartAcceptance:
-    """Add each start's rollout and offset to its acceptance [2, K, S], which is set to 0 behind an end-of-sequence token."""
-    rows, eos_token_ids = alignment.start_rows, drafter.shape.sizes.eos_token_ids
-    accepted = accepted.masked_fill(beyond_stop(batch, rows, accepted.shape[1], eos_token_ids), 0.0)
-    return StartAcceptance(accepted[0], accepted[1], batch.document_ids[rows], generated_before(batch, rows))
 
 
 def _comparisons(

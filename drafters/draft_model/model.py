@@ -89,7 +89,6 @@ class DraftModel(Drafter):
             "tie_word_embeddings": sizes.tie_word_embeddings,
             "attention_bias": sizes.attention_bias,
             "mlp_bias": sizes.mlp_bias,
-            "eos_token_id": list(sizes.eos_token_ids) or None,
             TRAINED_DEPTH: shape.trained_depth,
         }
 
