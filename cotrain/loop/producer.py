@@ -6,22 +6,23 @@ single call, so that its batches are always the same. With lag each group is a c
 
 import random
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from cotrain.actors.engines import RolloutEngines, derived_seed, merge
+from cotrain.acceptance_stats import total_counts
+from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
 from cotrain.loop.ledger import ENGINE_DIED, Group, Ledger
 from cotrain.loop.lengths import LengthHistory
 from cotrain.loop.reactor import Reactor
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, derived_seed
 from cotrain.run.rows import RowFile
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
@@ -79,8 +80,6 @@ class Producer:
         self._lost_features = 0
         self._outstanding = [0] * config.rollout.num_engines  # requests that each engine has not finished
         reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
-        # Dispatch to a restarted engine again once it has started, or give it up if it dies before.
-        engines.starts = lambda i, reply: reactor.add(reply, partial(self._came_back, i), partial(engines.give_up, i))
         reactor.add(rewards.starting, self._scorer_started)
         self.start(0)
 
@@ -268,10 +267,6 @@ class Producer:
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
         self._dispatch()
 
-    def _came_back(self, engine: int, _: None) -> None:
-        self._engines.come_back(engine)
-        self._dispatch()
-
     # -- rewards ------------------------------------------------------------------------------------------------------
 
     def _score(self, number: int) -> None:
@@ -309,6 +304,7 @@ class Producer:
         late = time.monotonic() - self._score_began > self._config.stream.reward_timeout_s
         if self._scoring and late and not self._reactor.is_there(self._scoring[0][1]):
             self._score_lost("the scorer did not answer")
+        self._dispatch()  # an engine may have come back
 
     def _score_lost(self, reason: str) -> None:
         """Start over the group that was being scored, and let a new process score those that wait behind it."""
@@ -335,3 +331,18 @@ class Producer:
     def _event(self, event: str, number: int, **fields: Any) -> None:
         step = number // self._config.rollout.prompts_per_step + 1
         self._events.write(step, {"time": time.time(), "event": event, "group": number} | fields)
+
+
+def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Merge batches that engines generated at the same time; `seconds` is that of the slowest."""
+    stats: Counter[str] = Counter()
+    for batch in batches:
+        stats.update(batch.feature_stats)
+    return RolloutBatch(
+        rollouts=[rollout for batch in batches for rollout in batch.rollouts],
+        features=[shard for batch in batches for shard in batch.features],
+        speculation=total_counts(batch.speculation for batch in batches),
+        seconds=max(batch.seconds for batch in batches),
+        num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
+        feature_stats=dict(stats),
+    )
