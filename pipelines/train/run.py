@@ -11,10 +11,11 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
-from cotrain.loop.controller import HISTORY, POLICY_FILE, Controller, Roles
+from cotrain.loop.controller import HISTORY, POLICY_FILE, Controller
 from cotrain.loop.controller import Records as Records
 from cotrain.loop.producer import Prompts as Prompts
 from cotrain.loop.reactor import Reactor
+from cotrain.loop.roles import Roles
 from cotrain.lossless.family import GreedyCheck, compare_greedy
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
@@ -29,6 +30,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.prompts import load_tokenizer
 from cotrain.transport.nodes import Nodes
+from cotrain.weights.versions import CurrentWeights
 from pipelines.page.record import read_run
 from pipelines.train.report import progress, run_facts, write_run_report
 
@@ -61,7 +63,9 @@ def start_roles(
     """
     versions, drafter, serving, publisher = state.versions, None, None, None
     checkpoint = run_dir.checkpoint(state.step)
-    engines, rewards = RolloutEngines(cluster, nodes, config), Rewards(cluster, nodes, config)
+    current = CurrentWeights(versions, config.stream.max_policy_lag)
+    reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), Rewards(cluster, nodes, config)
+    engines = RolloutEngines(cluster, nodes, config, current, reactor.add)
     if config.drafter is not None:
         folder = run_dir.path / "drafter_init"
         init = first_drafter(tracking_uri(config), config.drafter.init, nodes.model_path, folder)
@@ -71,7 +75,7 @@ def start_roles(
         serving = drafter.serving()
         # Written again on a resume too, because a run that was killed may have left half of it.
         drafter.save_checkpoint(run_dir.drafter(versions.drafter), versions.drafter)
-    loading = engines.start(serving, versions, state.step, run_dir.drafter(versions.drafter))
+    loading = engines.start(serving, state.step, run_dir.drafter(versions.drafter))
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
     tokenizer = load_tokenizer(nodes.model_path)
@@ -87,10 +91,9 @@ def start_roles(
         engines.load_history(checkpoint / HISTORY)
     if drafter is not None:
         scratch = nodes.scratch[drafter.node]
-        sent = drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter)
-        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, sent, versions)
-    reactor = Reactor(cluster, config.cluster.hang_after_s)
-    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)
+        current.record_drafter(drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter), versions.drafter)
+        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, current)
+    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current)
 
 
 def run_steps(controller: Controller, stop_requested: Callable[[], bool]) -> bool:
@@ -135,7 +138,7 @@ def greedy_rollouts(
     try:
         engines.set_num_speculative_tokens(num_speculative_tokens)
         engines.reset_prefix_cache()
-        return engines.generate(requests, tap=False, **sampling).rollouts
+        return engines.generate(requests, **sampling)
     finally:
         engines.set_num_speculative_tokens(None)
         engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
