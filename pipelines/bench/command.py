@@ -57,9 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--k", type=at_least(1), nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")
     parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 4, 16], help="batch sizes (default 1 4 16)")
-    parser.add_argument("--stop-at-eos", action="store_true", help="the model ends responses, after --tokens at most")
+    ends = parser.add_mutually_exclusive_group()
+    ends.add_argument("--stop-at-eos", action="store_true", help="the model ends responses, after --tokens at most")
     text = "the responses of a batch end one after another, the last after --tokens, alike in all arms"
-    parser.add_argument("--drain", action="store_true", help=text)
+    ends.add_argument("--drain", action="store_true", help=text)
     parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds over all arms (default %(default)s)")
     text = "batches of each arm in a round, taken in turns (default %(default)s)"
     parser.add_argument("--groups", type=at_least(1), default=1, help=text)
@@ -96,8 +97,6 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
         raise ValueError("--model: give a folder, a hub id, or bundled:smollm2-135m-instruct")
     if options.temperature < 0:
         raise ValueError(f"--temperature: {options.temperature} is below 0")
-    if options.drain and options.stop_at_eos:
-        raise ValueError("--drain: gives every response its length, --stop-at-eos lets the model end it; leave one out")
     arms = choose_arms(options.methods, sorted(set(options.k)), options.drafter is not None, options.temperature)
     task = load_config([options.prompts]).task if options.prompts else engines.DEFAULT_TASK
     batch = max(options.batch)

@@ -58,10 +58,10 @@ def train(config: RunConfig, resume: bool) -> int:
             nodes = run.Nodes(cluster, config.name)
             stack.callback(nodes.close)
             nodes.check(run_dir.config, config.policy.model)
-            tracking = run.start_tracking(config, run_dir, state, console, stack)
-            tokenizer, roles = run.start_roles(config, cluster, nodes, run_dir, state)
-            tracker = tracking.result()
-            tracker.log_dataset(config.task)
+            tokenizer, roles, tracker = run.start_roles(
+                config, cluster, nodes, run_dir, state,
+                lambda: stack.enter_context(run.open_tracker(config, run_dir, state, console)),
+            )  # fmt: skip
         if config.speculates and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):
                 prompts = (task.prompt(i) for i in range(min(len(task), config.rollout.max_num_seqs)))

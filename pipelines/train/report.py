@@ -130,11 +130,10 @@ def _lossless(run: RunRecord, greedy_identical: bool | None) -> str:
     elif speculated:
         on = f"{tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated"
         checked = f"verified on {on} ({checks} in this run)"
-    elif run.settings.get("lossless.every") == 0:
-        checked = "not checked in this run, as lossless.every is 0"
     else:
         few = f"no check held {LEAST_SPECULATED} speculated tokens"
-        checked = f"not checked in this run, as {few} (cotrain verify checks the engine)"
+        why = "lossless.every is 0" if run.settings.get("lossless.every") == 0 else few
+        checked = f"not checked in this run, as {why} (cotrain verify checks the engine)"
     if greedy_identical is None:
         return checked
     same = "identical with and without speculation" if greedy_identical else "DIFFERS: please report this"

@@ -1,8 +1,6 @@
 """The parts of a run that take seconds to import: starts its roles, runs its steps, and tells how it ended."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +36,20 @@ GREEDY_PROMPTS = 8
 GREEDY_TOKENS = 32
 
 
-def start_tracking(
-    config: RunConfig, run_dir: RunDir, state: RunState, console: Console, stack: ExitStack
-) -> Future[Tracker]:
-    """Connect to MLflow in a thread, because creating a new database takes seconds. Leaving the stack ends the MLflow run."""
+def open_tracker(config: RunConfig, run_dir: RunDir, state: RunState, console: Console) -> Tracker:
+    """Connect to MLflow, which takes seconds if the database is new. Leaving the tracker ends the MLflow run."""
     history, policy = read_rows(run_dir.metrics) if run_dir.resumed else None, state.fingerprints.get("model", "")
-    future = ThreadPoolExecutor(1).submit(Tracker, config, policy=policy, history=history, say=console.say)
-
-    def end(*exc_info: Any) -> None:
-        stopped = isinstance(exc_info[1], KeyboardInterrupt | SystemExit)  # which does not wait for a connection
-        if (future.done() or not stopped) and not future.exception():
-            future.result().__exit__(*exc_info)
-
-    stack.push(end)
-    return future
+    tracker = Tracker(config, policy=policy, history=history, say=console.say)
+    tracker.log_dataset(config.task)
+    return tracker
 
 
 def start_roles(
-    config: RunConfig, cluster: Cluster, nodes: Nodes, run_dir: RunDir, state: RunState
-) -> tuple[Any, Roles]:
-    """Start the roles of a run that continues from `state`, side by side. Returns the policy's tokenizer and the roles.
+    config: RunConfig, cluster: Cluster, nodes: Nodes, run_dir: RunDir, state: RunState, tracker: Callable[[], Tracker]
+) -> tuple[Any, Roles, Tracker]:
+    """Start the roles of a run that continues from `state`, side by side. Returns the policy's tokenizer, roles and tracker.
 
-    The drafter starts first, because the engines need its folder.
+    The drafter starts first, because the engines need its folder. `tracker` is called while the engines load.
     """
     versions, drafter, serving, publisher = state.versions, None, None, None
     checkpoint = run_dir.checkpoint(state.step)
@@ -84,6 +74,7 @@ def start_roles(
     payload = policy.write_payload(nodes.scratch[policy.node] / POLICY_FILE)
     if drafter is not None:
         drafter.finish(drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), versions.policy))
+    opened = tracker()
     cluster.get(loading)
     if versions.policy:
         engines.update_policy(payload, versions.policy)
@@ -93,7 +84,7 @@ def start_roles(
         scratch = nodes.scratch[drafter.node]
         current.record_drafter(drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter), versions.drafter)
         publisher = Publisher(publisher_spec(config), drafter, engines, scratch, current)
-    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current)
+    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current), opened
 
 
 def run_steps(controller: Controller, stop_requested: Callable[[], bool]) -> bool:
