@@ -56,9 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     study = load_study(parsed.study, parsed.overrides)
     restore_state(study)
-    print(
-        f"study {study.config.name} in {study.folder}: {len(study.config.arms)} arms x {len(study.config.seeds)} seeds"
-    )
+    arms, seeds = len(study.config.arms), len(study.config.seeds)
+    print(f"study {study.config.name} in {study.folder}: {arms} arms x {seeds} seeds")
     for run in study.runs:
         tokens = f", {run.config.init.tokens:,} tokens" if run.command == "init" else ""
         print(f"  {run.title}: {next_action(run)}{tokens}", flush=True)
@@ -103,9 +102,15 @@ def _run_study(study: Study) -> int:
             print(f"[{number}/{len(waiting)}] {run.title}: {text}, eta {duration(left)}", flush=True)
     page = write_study_report(study.folder)
     print(f"\n{page.read_text()}\nreport: {page.with_suffix('.html')}")
-    failed = [run for run in study.trainings if run.status == "failed"]
-    end = "stopped; everything finished is saved" if stopped() else f"{len(failed)} runs failed"
-    print(f"{end if stopped() or failed else 'all runs finished'}, in {duration(time.monotonic() - started)}")
+    failed = sum(run.status == "failed" for run in study.trainings)
+    end = (
+        "stopped; everything finished is saved"
+        if stopped()
+        else f"{failed} runs failed"
+        if failed
+        else "all runs finished"
+    )
+    print(f"{end}, in {duration(time.monotonic() - started)}")
     return 130 if stopped() else bool(failed)
 
 

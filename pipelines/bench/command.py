@@ -101,18 +101,11 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
     task = load_config([options.prompts]).task if options.prompts else engines.DEFAULT_TASK
     batch = max(options.batch)
     share = GPU_SHARE / len({arm.engine for arm in arms})
-    setup = engines.prepare_engine(
-        options,
-        task,
-        batch * options.rounds * options.groups,
-        batch,
-        pulled,
-        temperature=options.temperature,
-        ignore_eos=not options.stop_at_eos,
-        num_speculative_tokens=max(options.k),
-        synchronous_batches=True,
-        vllm={"gpu_memory_utilization": share} if machine()["gpus"] else {},
-    )
+    rollout = {"temperature": options.temperature, "ignore_eos": not options.stop_at_eos, "synchronous_batches": True}
+    rollout |= {"num_speculative_tokens": max(options.k)}
+    rollout |= {"vllm": {"gpu_memory_utilization": share}} if machine()["gpus"] else {}
+    num_prompts = batch * options.rounds * options.groups
+    setup = engines.prepare_engine(options, task, num_prompts, batch, pulled, **rollout)
     return Bench(options, arms, setup)
 
 

@@ -67,13 +67,9 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{metrics}: no metrics yet; a report needs one finished step")
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
     failure = folder / "logs" / "latest" / FAILURE
-    return RunRecord(
-        settings,
-        table,
-        read_rows(folder / "decisions.jsonl"),
-        read_rows(folder / "stream.jsonl"),
-        failure.read_text() if failure.is_file() else None,
-    )
+    reason = failure.read_text() if failure.is_file() else None
+    decisions, stream = (read_rows(folder / file) for file in ("decisions.jsonl", "stream.jsonl"))
+    return RunRecord(settings, table, decisions, stream, reason)
 
 
 def find(name: str) -> Path:
