@@ -91,10 +91,8 @@ class Eagle3Drafter(Drafter):
     def shape_of(config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
         draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
         if draft_vocab_size > target.vocab_size:
-            raise ValueError(
-                f"drafter.model.draft_vocab_size: {draft_vocab_size} is above the target's vocabulary of "
-                f"{target.vocab_size} tokens; lower it"
-            )
+            more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
+            raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
         return Eagle3Shape(
             sizes=replace(target, partial_rotary_factor=1.0),
             trained_depth=config.trained_depth,
@@ -118,18 +116,15 @@ class Eagle3Drafter(Drafter):
         methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
         depth = methods[0].get("speculative_tokens") or depth_if_unstated
         if depth is None:
-            raise ValueError(
-                f"{folder}/config.json does not say how many draft positions were trained; add "
-                '"speculators_config": {"proposal_methods": [{"speculative_tokens": K}]}'
-            )
-        layers = config.get(AUX_LAYERS)
+            fix = 'add "speculators_config": {"proposal_methods": [{"speculative_tokens": K}]}'
+            raise ValueError(f"{folder}/config.json does not say how many draft positions were trained; {fix}")
         slides = "sliding_attention" in (config.get("layer_types") or ())
         window = config["sliding_window"] if slides else target.sliding_window
         shape = Eagle3Shape(
             sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=window),
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
-            aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
+            aux_layers=check_aux_layers(config.get(AUX_LAYERS), target, f"{folder}/config.json"),
             fc_norm=bool(config.get("fc_norm")),
             norm_before_residual=bool(config.get("norm_before_residual")),
         )
