@@ -27,12 +27,12 @@ from cotrain.policy.losses import group_advantages
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.decision import Outcome
+from cotrain.publish.events import DrafterEvent
 from cotrain.publish.publisher import Publisher
 from cotrain.records import GainReport, Prompt, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
-from cotrain.run.advice import Advice
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.rows import DrafterEvent, RowFile
+from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.step_metrics import idle_metrics, lag_metrics, rollout_metrics
 from cotrain.run.tracking import Tracker
@@ -94,7 +94,7 @@ class Controller:
         """The rollouts that the last step trained on."""
         self.producer = Producer(config, roles.engines, roles.rewards, prompts, roles.reactor, records.events)
         self.producer.start(state.step, state.stream)
-        self._lags, self._advice = config.stream.max_policy_lag > 0, Advice()
+        self._lags = config.stream.max_policy_lag > 0
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
         )
@@ -367,8 +367,6 @@ class Controller:
         write_samples(self.run_dir.samples_file(step), rollouts, prompts, self.prompts.tokenizer)
         notes = [tracker.behind, *(event.in_short() for event in self._events), self.mode or ""]
         console.step(step, self.config.steps, row, self.versions, notes)
-        for advice in self._advice.look(row, self.config.stream.max_policy_lag) if self._lags else ():
-            console.say(f"  {advice}")
         for event in self._events:
             if event.is_bad_news:
                 console.say(f"  {event.kind}: {event.reason}")

@@ -11,14 +11,16 @@ from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.config.schema import MIN_PROMPTS, DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
-from cotrain.publish.evidence import Evidence
+from cotrain.publish.evidence import CANARY_STEPS, Evidence
 from cotrain.records import SpeculationCounts
 
-FALSE_ALARM_RATE = 0.01
+FALSE_ALARM_RATE, NUM_TESTS = 0.01, 2
 """Probability that the statistical alarms of a whole run fire although the drafter is healthy. A false alarm ends the run, so it
 may happen in one of a hundred at most. The probability is split evenly over NUM_TESTS and the steps of the run."""
 
-NUM_TESTS = 2
+CANARY_ALPHA = 0.02
+"""Probability that a publication which serves as expected is rolled back, split over its CANARY_STEPS. That costs two swaps and
+the gain of one candidate, so it may happen far more often than a false alarm, which ends the run."""
 
 ROLLOUT_CORRELATION = 0.2
 """Intraclass correlation of acceptance within a rollout, as assumed by the test for zero acceptance: drafts of one rollout tend
@@ -76,17 +78,15 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
 
     While the canary watches the serving drafter, low acceptance is left to the canary.
     """
-    found = [*_delivery_alarms(evidence)]
+    alarms = [*_delivery_alarms(evidence)]
     lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
     if config.train and lag > limit:
         what = f"no candidate was compared with the serving drafter in {lag} steps with enough rollouts (limit {limit})"
         cause = "candidates are refused (decisions.jsonl has the reasons), the trainer produces none, or rollouts lack features"
-        found.append(Alarm("drafter_lags", what, cause, "see these reasons, and logs/drafter.log"))
-    if not evidence.serving.watched:
-        significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
-        _, alarm = check_acceptance(evidence, config.alarms.tolerance, significance)
-        found += [] if alarm is None else [alarm]
-    return found
+        alarms.append(Alarm("drafter_lags", what, cause, "see these reasons, and logs/drafter.log"))
+    if not evidence.serving.watched and (low := check_acceptance(evidence, config, total_steps)[1]) is not None:
+        alarms.append(low)
+    return alarms
 
 
 def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts, num_rollouts: int) -> float:
@@ -102,11 +102,11 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
 
 
 def check_acceptance(
-    evidence: Evidence, tolerance: float, significance: float
+    evidence: Evidence, config: DrafterConfig, total_steps: int
 ) -> tuple[dict[str, float], Alarm | None]:
-    """Compare served with expected acceptance on the same rollouts; alarm if the difference is beyond noise.
+    """Compare served with expected acceptance on the same rollouts; alarm if the difference is beyond noise and tolerance.
 
-    tolerance: share of the expected gain that may be missing. The numbers are empty if the step has no evidence on the drafter.
+    The numbers are empty if the step has no evidence on the drafter.
     """
     # After a pause in drafting, the expected acceptance of a rollout is unknown.
     serving = evidence.serving.version
@@ -114,9 +114,12 @@ def check_acceptance(
     counts, expected = total_counts(map(drafter_counts, rollouts)), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
         return {}, None
+    canary = evidence.serving.watched > 0
+    significance = CANARY_ALPHA / CANARY_STEPS if canary else FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
     served, length, num_drafts = counts.acceptance_length, expected.length_at(counts.steps), counts.num_drafts
     num_prompts = len({rollout.prompt_id for rollout in rollouts})
-    bound = expected.lowest_served(counts.steps, num_prompts, tolerance * (length - 1.0), significance)
+    tolerance = config.alarms.tolerance * (length - 1.0)
+    bound = expected.lowest_served(counts.steps, num_prompts, tolerance, significance)
     numbers = {"served_length": served, "expected_length": length, "num_drafts": float(num_drafts), "bound": bound}
     if served == 1.0 and (chance := collapse_probability(expected, counts, len(rollouts))) < significance:
         what = (

@@ -17,15 +17,19 @@ from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
-from cotrain.publish.evidence import Evidence, Publication
-from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
-from cotrain.trainer.trainer import FreshScores
-from cotrain.weights.payload import WeightUpdateRefused
+from cotrain.publish.evidence import Evidence, FreshScores, Publication
+from cotrain.records import (
+    RolloutBatch,
+    SpeculationCounts,
+    SwapReport,
+    Versions,
+    WeightPayload,
+    WeightUpdateRefused,
+)
 
 DELIVERY_CHECK_STEPS = 10
 """Steps between read-backs of the served drafter weights, besides the read-back of each update. What is lost in between (sleep,
 a reload) costs acceptance only, and a read-back takes about as long as a swap."""
-
 
 DRAFTER_FILE = "drafter.safetensors"
 """Name of the file that brings drafter weights to the engines, in the shared-memory folder of the trainer's node."""
@@ -52,36 +56,24 @@ def publisher_spec(config: RunConfig) -> PublisherSpec:
 
 
 class Engines(Protocol):
-    """All engines that the drafter serves."""
+    """All engines that the drafter serves; see RolloutEngines."""
 
-    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
-        """Return the checksums of these tensors of each engine, see RolloutEngine.served_digests."""
-
-    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
-        """Set the draft length of all engines."""
-
-    def clear_drafter_cache(self) -> None:
-        """Zero the drafter's keys and values in all engines."""
-
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]: ...
+    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None: ...
+    def clear_drafter_cache(self) -> None: ...
     def update_drafter(
         self, payload: WeightPayload, version: int, expected_rates: Sequence[float] | None = None
-    ) -> SwapReport:
-        """Put a drafter into all engines, or into none. Raises WeightUpdateRefused."""
+    ) -> SwapReport: ...
 
 
 class Trainer(Protocol):
     """The trainer of the drafter; see DrafterTrainer."""
 
     def take_in(
-        self, shards: list[str], serving: int, keep: Collection[int], judged: int
-    ) -> tuple[FreshScores, dict[str, float]]:
-        """Take in the features of a step, and score the serving drafter and the candidate on them."""
-
-    def publish(self, weights_of: int | None) -> int:
-        """Freeze weights under the next drafter version."""
-
-    def write_payload(self, path: Path, version: int) -> WeightPayload:
-        """Write a publication for the engines."""
+        self, features: list[Any], serving: int, keep: Collection[int], judged: int
+    ) -> tuple[FreshScores, dict[str, float]]: ...
+    def publish(self, weights_of: int | None = None) -> int: ...
+    def write_payload(self, path: Path, version: int) -> WeightPayload: ...
 
 
 class Publisher:
@@ -97,11 +89,9 @@ class Publisher:
         versions: Versions,
     ):
         """sent: the drafter that the engines were started with. versions: the versions that the engines serve."""
-        self._config, self._total_steps = spec.drafter, spec.total_steps
-        self._trainer, self._engines, self._scratch = trainer, engines, scratch
+        self._spec, self._trainer, self._engines, self._scratch = spec, trainer, engines, scratch
         self._sent = {} if sent is None else sent.digests
         self.serving = Publication(versions.drafter, versions.drafter)
-        self._max_policy_lag, self._recomputes = spec.max_policy_lag, spec.recomputes
         self._known: set[Versions] = set()  # versions that may have generated rollouts still to be seen
         self.mode: str | None = None
         """Note on every step line once alarms have switched speculation off; None before."""
@@ -116,16 +106,13 @@ class Publisher:
     ) -> Outcome:
         """Decide on the rollouts that have ended since the last call, and swap. Call it before training on them.
 
-        versions: those that the engines serve. known: all whose rollouts may still be seen; None takes them from the calls
-        before, for a caller that tells of all that its engines have served. Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the
-        one they have.
+        versions: those that the engines serve. known: all others whose rollouts may still be seen; None is those of the calls
+        before, within the policy lag. Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the one they have.
         """
-        serving, sent = self.serving, self._sent
-        oldest = versions.policy - self._max_policy_lag
-        earlier = self._known if known is None else known
-        kept = {seen for seen in earlier if seen.policy >= oldest} if self._max_policy_lag else set()
-        self._known = {versions, *kept}
-        batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
+        serving, sent, spec = self.serving, self._sent, self._spec
+        earlier, oldest = self._known if known is None else known, versions.policy - spec.max_policy_lag
+        self._known = {versions, *(seen for seen in earlier if spec.max_policy_lag and seen.policy >= oldest)}
+        batch = replace(batch, rollouts=[last_segment(rollout, spec.recomputes) for rollout in batch.rollouts])
         keep = {serving.version, serving.last_good}
         scores, metrics = self._trainer.take_in(batch.features, serving.version, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
@@ -133,8 +120,9 @@ class Publisher:
         expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.served_digests(sorted(sent), True) if reads_back else []
-        evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, self._known)
-        outcome = decide(evidence, self._config, self._total_steps)
+        gathered = scores.gathered or scores
+        evidence = Evidence(step, batch, versions, serving, gathered, expected, sent, served, self._known)
+        outcome = decide(evidence, spec.drafter, spec.total_steps)
         self.serving = outcome.serving
         if outcome.failure is not None:
             self._switch_off(outcome)
@@ -160,7 +148,7 @@ class Publisher:
     def _switch_off(self, outcome: Outcome) -> Outcome:
         """End speculation, and the failure with it, if the run is to continue."""
         failure = outcome.failure
-        if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
+        if failure is not None and self._spec.drafter.on_drafter_failure == "continue" and not failure.fatal:
             self.mode = f"without speculation since step {outcome.events[0].step} ({failure.names})"
             self._engines.set_num_speculative_tokens(0)
             outcome.failure = None

@@ -18,6 +18,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
 from cotrain.config.schema import RunConfig
 from cotrain.config.sidecar import SidecarConfig
+from cotrain.publish.events import DrafterEvent
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
 from cotrain.run.metrics import ServedDrafts
@@ -25,7 +26,6 @@ from cotrain.run.mlflow_store import connect, experiment_id, tracking_uri
 from cotrain.run.outbox import Outbox
 from cotrain.run.provenance import config_hash, flatten, git_state
 from cotrain.run.registry import DIGEST_TAG, FILES, POLICY_TAG
-from cotrain.run.rows import DrafterEvent
 from cotrain.run.run_dir import resume_arguments
 from drafters.config import Section
 

@@ -13,22 +13,20 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
-from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.publish.decision import Outcome
+from cotrain.publish.events import DrafterEvent
+from cotrain.publish.evidence import enough
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import ScoredRollout, Versions
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.step_metrics import rollout_metrics
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
-from cotrain.trainer.trainer import DrafterTrainer, FreshScores
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
 MOST_ROUNDS = 10_000  # the chance of a false alarm is shared out over these, since a sidecar has no planned end
@@ -57,17 +55,6 @@ def serve(
         return prepared.spool.verdicts(), left_out
 
 
-class _Trainer:
-    """The trainer as the publisher calls it, where the features of a batch have been read already."""
-
-    def __init__(self, trainer: DrafterTrainer):
-        self._trainer, self.publish, self.write_payload = trainer, trainer.publish, trainer.write_payload
-
-    def take_in(self, shards: list[Any], *args: Any) -> tuple[FreshScores, dict[str, float]]:
-        metrics = self._trainer.add_records(shards)
-        return self._trainer.score_fresh(*args), metrics
-
-
 class DrafterService:
     """One trainer, and all engines that draft with its drafter."""
 
@@ -83,7 +70,7 @@ class DrafterService:
         drafter = self._config.drafter.model_copy(update={"on_drafter_failure": "continue"})
         spec = PublisherSpec(drafter, MOST_ROUNDS, sys.maxsize, recomputes=False)
         self._publisher = Publisher(
-            spec, _Trainer(self._trainer), self._engines, prepared.spool.current.parent, None, self._state.versions
+            spec, self._trainer, self._engines, prepared.spool.current.parent, None, self._state.versions
         )
         if self._state.drafting is not None:
             self._publisher.load_state(self._state.drafting)
@@ -137,7 +124,7 @@ class DrafterService:
     def _meet(self, host: str, dtype: Any) -> None:
         """Begin to work with an engine: send it the drafter that serves, if it started with another one."""
         self._tracker.set_tags({"host": host})
-        self._trainer.serving_dtype = getattr(torch, str(dtype), self._trainer.serving_dtype)
+        self._trainer.serve_as(str(dtype))
         if self._inherits or self._engines.version != self._publisher.serving.version:
             self._inherits = False
             self._send(self._publisher.serving.version)
@@ -178,8 +165,7 @@ class DrafterService:
             self._prepared.spool.abandon()  # engines tap nothing any more
         rollouts = [rollout for rollout, _ in self._intake.waiting]
         ratio = sum(record.num_tokens for _, record in self._intake.waiting) / self._config.drafter.batch_tokens
-        enough = len(rollouts) >= MIN_ROLLOUTS and len({rollout.prompt_id for rollout in rollouts}) >= MIN_PROMPTS
-        return ratio >= (1 if enough else LARGE_ROUND)
+        return ratio >= (1 if enough([rollout.prompt_id for rollout in rollouts]) else LARGE_ROUND)
 
     def _round(self) -> None:
         publisher, batch, step = self._publisher, self._intake.take(), self._state.step + 1

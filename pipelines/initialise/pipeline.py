@@ -33,9 +33,8 @@ from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
-from cotrain.trainer.distiller import EXPECTED
 from cotrain.trainer.spec import trainer_spec
-from cotrain.trainer.trainer import DrafterTrainer
+from cotrain.trainer.trainer import EXPECTED, DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, one_engine, send

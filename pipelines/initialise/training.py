@@ -10,8 +10,7 @@ from cotrain.records import Versions
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.run_dir import RunDir
-from cotrain.trainer.distiller import EXPECTED
-from cotrain.trainer.trainer import DrafterTrainer
+from cotrain.trainer.trainer import EXPECTED, DrafterTrainer
 from cotrain.transport.features import FeatureRecord
 from pipelines.initialise.sources import Split, StoredRollout
 
@@ -127,7 +126,7 @@ class Training:
     async def _hold(self, window: list[StoredRollout]) -> None:
         """Give the trainer the features of a window, unless it has them."""
         if self._held is not window:
-            self.trainer.add_records(await self.features(window))
+            self.trainer.add(await self.features(window))
             self._held = window
 
     def _evaluate(self, epoch: int, holdout: Sequence[FeatureRecord]) -> dict[str, float]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
+from cotrain.publish.evidence import FreshScores
 from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
-from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
 
@@ -297,7 +296,7 @@ def test_acceptance_is_expected_of_the_rollouts_that_the_serving_drafter_drafted
     scores, metrics = world.take_in(batch.features, 0, {0}, 0)
     long = [rollout.prompt_id in "0123" for rollout in batch.rollouts]  # of another drafter, and with other lengths
     for scored in scores.serving:
-        scored.accepted[torch.tensor(long)] *= 0
+        scored.accepted[np.array(long)] *= 0
     scores.served_by[:] = [1 if other else 0 for other in long]
     world.take_in = lambda *_: (scores, metrics)  # type: ignore[method-assign]
     outcome = publisher.evaluate(1, batch, Versions(0, 0))
@@ -368,6 +367,7 @@ def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
 def test_versions_that_are_said_to_be_all_replace_the_earlier_ones(new_publisher: Any) -> None:
     world = World(GOOD)
     publisher = new_publisher(world)
-    publisher._known, publisher._max_policy_lag = {Versions(0, drafter) for drafter in range(100)}, 1
+    publisher._known = {Versions(0, drafter) for drafter in range(100)}
+    publisher._spec = replace(publisher._spec, max_policy_lag=1)
     publisher.evaluate(1, world.generate(1), Versions(0, world.serving), {Versions(0, 100)})
     assert publisher._known >= {Versions(0, 100)} and len(publisher._known) <= 3

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from cotrain.publish.events import DrafterEvent
 from cotrain.records import Versions
 from cotrain.run import mlflow_store, tracking
 from cotrain.run.checkpoint import RunState
@@ -19,7 +20,7 @@ from cotrain.run.console import Console
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
 from cotrain.run.provenance import git_state
-from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker, model_id_of, registered_name
 from pipelines.train.joint import _start_tracking

@@ -12,7 +12,7 @@ from cotrain.records import Versions
 from cotrain.run.checkpoint import RunState, find_defect, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.run_dir import RunDir
-from cotrain.trainer.distiller import EXPECTED
+from cotrain.trainer.trainer import EXPECTED
 from pipelines.initialise.sources import StoredRollout
 from pipelines.initialise.training import RunRecord, Training, updates_of, windows_of
 from tests.cotrain.trainer.conftest import weights_of
