@@ -189,7 +189,7 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
             candidate = by_step[name][trial] if drafter is None else score(drafter, records)
             prompts = [record.prompt_key for record in records]
             scores = FreshScores(prompts, by_step[args.serving][trial], candidate, updates=1, served_by=[])
-            outcome = Outcome(Publication(0, 0, swap_seconds=0.2))
+            outcome = Outcome(Publication(0, swap_seconds=0.2))
             judge(Evidence(trial, batch, Versions(0, 0), outcome.serving, scores), gated, outcome)
             [found] = outcome.events
             gain, bound = (found.numbers.get(f"gate/{name}", math.nan) for name in ("gain", "lower_bound"))

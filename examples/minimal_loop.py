@@ -57,7 +57,7 @@ class Roles:
     trainer: DrafterTrainer
     scratch: Path
     serving: Publication
-    """The drafter that serves, and what was decided before."""
+    """What was decided on the drafter before."""
 
 
 async def start(config: RunConfig, model: Path, scratch: Path) -> Roles:
@@ -72,7 +72,7 @@ async def start(config: RunConfig, model: Path, scratch: Path) -> Roles:
     engine = RolloutEngine(spec)
     await engine.start()
     learner = PolicyLearner(config.policy, config.rollout, str(model), config.steps, config.seed, device)
-    return Roles(engine, learner, trainer, scratch, Publication(version=0, last_good=0))
+    return Roles(engine, learner, trainer, scratch, Publication(last_good=0))
 
 
 def prompts_of_steps(config: RunConfig, model: Path) -> Iterator[list[tuple[Prompt, list[int]]]]:
@@ -104,17 +104,17 @@ def with_advantages(config: RunConfig, rewards: list[float], batch: RolloutBatch
 async def improve_drafter(config: RunConfig, roles: Roles, batch: RolloutBatch, step: int) -> str:
     """Score, decide, swap, train. Returns what was decided, in words."""
     assert config.drafter is not None
-    serving, trainer = roles.serving, roles.trainer
-    scores, _ = trainer.take_in(batch.features, serving.version, (), serving.judged_update)
+    serving, trainer, versions = roles.serving, roles.trainer, roles.engine.versions
+    scores, _ = trainer.take_in(batch.features, versions.drafter, (), serving.judged_update)
     outcome = Outcome(serving)
-    judge(Evidence(step, batch, roles.engine.versions, serving, scores.gathered or scores), config.drafter, outcome)
+    judge(Evidence(step, batch, versions, serving, scores.gathered or scores), config.drafter, outcome)
     roles.serving = outcome.serving
     if outcome.events and outcome.events[-1].kind == "published":
         version = trainer.publish()
         payload = trainer.write_payload(roles.scratch / "drafter.safetensors", version)
         rates = None if outcome.expected is None else outcome.expected.rates[-1].tolist()
         swap = await roles.engine.update_drafter(payload, version, rates)
-        roles.serving = outcome.serving.published(version, swap.seconds, scored=False)
+        roles.serving = outcome.serving.published(versions.drafter, version, swap.seconds, scored=False)
     if config.drafter.train and step % config.drafter.train_every == 0:
         trainer.train(step, config.drafter.updates_per_step)
     return outcome.events[-1].reason if outcome.events else "no candidate yet"

@@ -39,6 +39,7 @@ from cotrain.run.tracking import Tracker
 from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from cotrain.transport.nodes import Nodes
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import SamplingParams
 from drafters.files import end_token_ids
 
@@ -63,6 +64,7 @@ class Roles:
     publisher: Publisher | None
     reactor: Reactor
     nodes: Nodes
+    current: CurrentWeights
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Controller:
     ):
         """state: the progress to continue from. The roles must have been started from it."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
-        self.step, self.versions, self._first_state = state.step, state.versions, state
+        self.step, self._first_state = state.step, state
         self.run_seconds = state.seconds
         """Seconds of all steps, those before a resume included."""
         self.last_rollouts: list[ScoredRollout] = []
@@ -133,6 +135,11 @@ class Controller:
             if last or self.step % self.config.checkpoint.every == 0:
                 self._save()
         return self.step == self.config.steps
+
+    @property
+    def versions(self) -> Versions:
+        """The versions that all engines serve."""
+        return self.roles.current.versions
 
     @property
     def mode(self) -> str | None:
@@ -287,7 +294,7 @@ class Controller:
         outcome = None
         if drafter is not None and publisher is not None and self.mode is None:
             self.roles.reactor.wait(self._heads.references)
-            outcome = publisher.evaluate(step, window or RolloutBatch([], [], None, 0.0, 0), self.versions)
+            outcome = publisher.evaluate(step, window or RolloutBatch([], [], None, 0.0, 0))
             self._record(outcome, row)
             if outcome.swap is not None:
                 version = outcome.events[-1].version
@@ -336,14 +343,12 @@ class Controller:
         keeps = self.config.stream.on_swap == "keep_kv"
         row |= _swap_metrics("policy", self.roles.engines.update_policy(payload, version, keeps))
         self._event(step, "policy swapped", version=version)
-        self.versions = Versions(version, self.versions.drafter)
 
     def _keep_drafter(self, step: int, outcome: Outcome) -> None:
         """Record that the engines now serve another drafter, and log this drafter in the registry."""
         drafter, config, event = self.roles.drafter, self.config.drafter, outcome.events[-1]
         assert drafter is not None and config is not None
         folder = self.run_dir.drafter(event.version)
-        self.versions = Versions(self.versions.policy, event.version)
         tags = {
             "init": config.init or "random",
             "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}",

@@ -49,23 +49,23 @@ class Outcome:
         metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(self.expected.rates[-1], start=1)}
         return metrics | {"drafter/expected_acceptance_length": self.expected.longest}
 
-    def note(self, step: int, kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
+    def note(self, evidence: Evidence, kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
         """Add an event, and its numbers to the metrics."""
-        self.events.append(DrafterEvent(step, kind, self.serving.version, reason, numbers))
+        self.events.append(DrafterEvent(evidence.step, kind, evidence.versions.drafter, reason, numbers))
         self.metrics |= numbers
 
 
-def alarmed(step: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
+def alarmed(step: int, version: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
     """Return the outcome of a step with alarms: whatever else there is to decide waits."""
-    events = [DrafterEvent(step, "alarm", serving.version, str(alarm), alarm.numbers) for alarm in alarms]
+    events = [DrafterEvent(step, "alarm", version, str(alarm), alarm.numbers) for alarm in alarms]
     return Outcome(serving, events, {f"alarms/{a.name}": 1.0 for a in alarms}, failure=DrafterAlarm(step, alarms))
 
 
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outcome:
     """Make the decision of one step of a run of `total_steps` steps."""
-    step, serving, scores = evidence.step, evidence.serving, evidence.scores
+    step, version, serving, scores = evidence.step, evidence.versions.drafter, evidence.serving, evidence.scores
     if alarms := check_step(evidence, config, total_steps):
-        return alarmed(step, serving, alarms)
+        return alarmed(step, version, serving, alarms)
     outcome = Outcome(serving, trains=config.train and step % config.train_every == 0)
     if serving.watched:
         numbers, low = check_acceptance(evidence, config, total_steps)
@@ -73,14 +73,13 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outco
         outcome.metrics["canary/step"] = float(CANARY_STEPS - serving.watched + 1)
         if low:
             outcome.metrics["canary/roll_back_to"] = float(serving.last_good)
-            reason = f"version {serving.version}: {low.what}; back to {serving.last_good}"
-            outcome.note(step, "rolled back", reason, dict(outcome.metrics))
+            reason = f"version {version}: {low.what}; back to {serving.last_good}"
+            outcome.note(evidence, "rolled back", reason, dict(outcome.metrics))
             return outcome
         serving = replace(serving, watched=serving.watched - bool(numbers))
         if not serving.watched:
-            serving = replace(serving, last_good=serving.version)
-            reason = f"version {serving.version} is served as expected: kept"
-            outcome.note(step, "kept", reason, dict(outcome.metrics))
+            serving = replace(serving, last_good=version)
+            outcome.note(evidence, "kept", f"version {version} is served as expected: kept", dict(outcome.metrics))
     draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
     unjudged = serving.unjudged + (scores.suffice or enough(draftable))
     outcome.serving = replace(serving, unjudged=unjudged)
@@ -102,7 +101,7 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
     def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
         unjudged = 0 if kind == "kept back" else outcome.serving.unjudged
         outcome.serving = replace(outcome.serving, judged_update=scores.updates, unjudged=unjudged)
-        outcome.note(evidence.step, kind, f"{kind}{reason}", numbers)
+        outcome.note(evidence, kind, f"{kind}{reason}", numbers)
 
     ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
     if broken := int((ours != theirs).sum()):

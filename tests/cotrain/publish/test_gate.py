@@ -22,7 +22,7 @@ SERVED = 1.0  # skill of the serving drafter: acceptance length 2.26
 def judge(candidate, serving, prompts, gate=None, batch=None, lifetime_steps=1, swap_seconds=0.5) -> Outcome:
     """lifetime_steps: steps until the next candidate."""
     scores = FreshScores(prompts, serving, candidate, updates=1, served_by=[])
-    outcome = Outcome(Publication(0, 0, swap_seconds=swap_seconds))
+    outcome = Outcome(Publication(0, swap_seconds=swap_seconds))
     config = DrafterConfig(model={"type": "eagle3"}, gate=gate or GateConfig(), train_every=lifetime_steps)
     add_verdict(Evidence(1, batch or served(), Versions(0, 0), outcome.serving, scores), config, outcome)
     return outcome
