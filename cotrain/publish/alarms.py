@@ -78,15 +78,8 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
 
     While the canary watches the serving drafter, low acceptance is left to the canary.
     """
-    alarms = [*_delivery_alarms(evidence)]
-    lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
-    if config.train and lag > limit:
-        what = f"no candidate was compared with the serving drafter in {lag} steps with enough rollouts (limit {limit})"
-        cause = "candidates are refused (decisions.jsonl has the reasons), the trainer produces none, or rollouts lack features"
-        alarms.append(Alarm("drafter_lags", what, cause, "see these reasons, and logs/drafter.log"))
-    if not evidence.serving.watched and (low := check_acceptance(evidence, config, total_steps)[1]) is not None:
-        alarms.append(low)
-    return alarms
+    low = None if evidence.serving.watched else check_acceptance(evidence, config, total_steps)[1]
+    return [*_failures(evidence, config), *([] if low is None else [low])]
 
 
 def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts, num_rollouts: int) -> float:
@@ -133,8 +126,8 @@ def check_acceptance(
     return numbers, None
 
 
-def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
-    """Yield alarms for versions and weights that differ from those sent, and for a lack of draft tokens."""
+def _failures(evidence: Evidence, config: DrafterConfig) -> Iterator[Alarm]:
+    """Yield alarms for versions and weights that differ from those sent, a lack of draft tokens, and candidates that never come."""
     batch, believed, sent = evidence.batch, evidence.versions, evidence.sent
     if others := {rollout.versions for rollout in batch.rollouts} - {believed, *evidence.known}:
         yield Alarm(
@@ -163,4 +156,12 @@ def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
             "the scheduler does not read the draft length, or the engine was started without speculation",
             "read logs/rollout_*.log for the speculative configuration; leave rollout.vllm.scheduler_cls and "
             "max_model_len to cotrain",
+        )
+    lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
+    if config.train and lag > limit:
+        yield Alarm(
+            "drafter_lags",
+            f"no candidate was compared with the serving drafter in {lag} steps with enough rollouts (limit {limit})",
+            "candidates are refused (decisions.jsonl has the reasons), the trainer produces none, or rollouts lack features",
+            "see these reasons, and logs/drafter.log",
         )

@@ -27,19 +27,15 @@ MARGIN = 0.02
 class Outcome:
     """What is decided about the drafter, and why."""
 
-    serving: Publication
-    """The record of the serving drafter after this step, before a swap."""
+    serving: Publication  # the record of the serving drafter after this step, before a swap
     events: list[DrafterEvent] = field(default_factory=list)
     """Reasons in words and numbers. The last one says whether the candidate or the last good version is to serve."""
     metrics: dict[str, float] = field(default_factory=dict)
     expected: ExpectedAcceptance | None = None
     """What the published candidate is expected to reach; None when it could not be scored."""
-    failure: DrafterAlarm | None = None
-    """To be raised once the events are recorded."""
-    swap: SwapReport | None = None
-    """The swap, when there was one: the publisher fills it in."""
-    trains: bool = False
-    """Whether the drafter is to be trained on this step's rollouts."""
+    failure: DrafterAlarm | None = None  # to be raised once the events are recorded
+    swap: SwapReport | None = None  # the swap, when there was one: the publisher fills it in
+    trains: bool = False  # whether the drafter is to be trained on this step's rollouts
 
     @property
     def promised(self) -> dict[str, float]:

@@ -12,8 +12,7 @@ class DrafterEvent:
     step: int
     kind: Kind
     """A candidate is published, kept back or refused; the canary rolls it back or keeps it; a step raises an alarm."""
-    version: int
-    """The drafter that the engines serve from the next step on."""
+    version: int  # the drafter that the engines serve from the next step on
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
 

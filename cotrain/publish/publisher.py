@@ -34,10 +34,8 @@ class PublisherSpec:
     """Settings of a Publisher."""
 
     drafter: DrafterConfig
-    total_steps: int
-    """Steps of the run, over which the probability of a false alarm is split."""
-    recomputes: bool
-    """Whether a policy update in the middle of a rollout recomputes the KV cache of its text."""
+    total_steps: int  # steps of the run, over which the probability of a false alarm is split
+    recomputes: bool  # whether a policy update in the middle of a rollout recomputes the KV cache of its text
 
 
 def publisher_spec(config: RunConfig) -> PublisherSpec:

@@ -13,11 +13,8 @@ from cotrain.records import SpeculationCounts
 LEAST_DRAFTS = 30
 """Verification steps that a version needs to be ranked; with fewer, its acceptance length is mostly noise."""
 
-DRAFTS_AND_ACCEPTED = [
-    ("rollout/drafts_k", "rollout/accepted_k"),
-    ("rollout/previous_drafts_k", "rollout/previous_accepted_k"),
-]
-"""Prefixes of step metrics, for the drafter version that serves and the one before it; the draft length follows them."""
+PREFIXES = ["rollout/", "rollout/previous_"]
+"""Of the metrics drafts_k{1..K} and accepted_k{1..K}, for the drafter version that serves and the one before it."""
 
 
 class ServedDrafts:
@@ -29,13 +26,12 @@ class ServedDrafts:
     def add(self, version: int, metrics: Mapping[str, Any]) -> set[int]:
         """Add one step that this version served; metrics hold those of `metrics_of`. Returns the versions that drafted."""
         drafted = set()
-        for age, (drafts, accepted) in enumerate(DRAFTS_AND_ACCEPTED):
-            for name in metrics:
-                if name.startswith(drafts) and metrics[name]:
-                    k = name.removeprefix(drafts)
-                    self._drafts[int(k), version - age] += int(metrics[name])
-                    self._accepted[int(k), version - age] += int(metrics[f"{accepted}{k}"])
-                    drafted.add(version - age)
+        for age, prefix in enumerate(PREFIXES):
+            for name in (name for name in metrics if name.startswith(f"{prefix}drafts_k") and metrics[name]):
+                k = name.removeprefix(f"{prefix}drafts_k")
+                self._drafts[int(k), version - age] += int(metrics[name])
+                self._accepted[int(k), version - age] += int(metrics[f"{prefix}accepted_k{k}"])
+                drafted.add(version - age)
         return drafted
 
     def of(self, version: int) -> dict[str, float]:
@@ -64,11 +60,10 @@ def metrics_of(counts: SpeculationCounts, age: int = 0) -> dict[str, float]:
 
     age: 0 for the drafter version that serves, 1 for the one before it.
     """
-    drafts_of, accepted_of = DRAFTS_AND_ACCEPTED[age]
     metrics: dict[str, float] = {}
     for k, (drafts, accepted) in enumerate(zip(counts.steps, counts.accepted, strict=True), start=1):
         if drafts:
-            metrics |= {f"{drafts_of}{k}": drafts, f"{accepted_of}{k}": sum(accepted)}
+            metrics |= {f"{PREFIXES[age]}drafts_k{k}": drafts, f"{PREFIXES[age]}accepted_k{k}": sum(accepted)}
     return metrics
 
 

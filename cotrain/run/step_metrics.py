@@ -1,12 +1,11 @@
 """Metrics of one step: its rollouts, the policy lag of their tokens, the idle time of each role. Pure."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cotrain.acceptance_stats import counts_by_versions, total_counts
+from cotrain.acceptance_stats import counts_by_versions, policy_updates, total_counts
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout
 from cotrain.run.metrics import metrics_of, speculation_metrics
 
@@ -31,7 +30,7 @@ def rollout_metrics(
         "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
     }
     if recomputes:
-        metrics["rollout/recomputed_tokens"] = sum(recomputed_tokens(scored.rollout) for scored in rollouts)
+        metrics["rollout/recomputed_tokens"] = sum(_recomputed_tokens(scored.rollout) for scored in rollouts)
     metrics |= speculation_metrics(total_counts(r.rollout.speculation for r in rollouts))
     by_versions = counts_by_versions((r.rollout for r in rollouts), recomputes)
     for age, name in enumerate(("serving", "previous")):
@@ -53,10 +52,9 @@ def rollout_metrics(
     return metrics
 
 
-def recomputed_tokens(rollout: Rollout) -> int:
+def _recomputed_tokens(rollout: Rollout) -> int:
     """Prompt and response tokens that were computed again because the policy changed during the response."""
-    parts = pairwise(rollout.segments)
-    starts = [b.start for a, b in parts if a.versions.policy != b.versions.policy]
+    starts = policy_updates(rollout)
     return sum(starts) + len(starts) * len(rollout.prompt_token_ids)
 
 
@@ -67,15 +65,14 @@ def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, f
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     in_queue = np.repeat([policy_version - rollout.versions.policy for rollout in rollouts], lengths)
     metrics = {
-        "stream/lag_mean": lags.mean(),
-        "stream/lag_max": lags.max(),
-        "stream/lag_in_flight": (lags - in_queue).mean(),
-        "stream/lag_in_queue": in_queue.mean(),
-        "stream/segments_per_rollout": np.mean([len(rollout.segments) for rollout in rollouts]),
-        "stream/mixed_rollouts": sum(r.segments[0].versions.policy != r.versions.policy for r in rollouts),
-    }
-    metrics |= {f"stream/lag_tokens_{lag}": (lags == lag).sum() for lag in range(int(lags.max()) + 1)}
-    return {name: float(value) for name, value in metrics.items()}
+        "lag_mean": lags.mean(),
+        "lag_max": lags.max(),
+        "lag_in_flight": (lags - in_queue).mean(),
+        "lag_in_queue": in_queue.mean(),
+        "segments_per_rollout": len(segments) / len(rollouts),
+        "mixed_rollouts": sum(r.segments[0].versions.policy != r.versions.policy for r in rollouts),
+    } | {f"lag_tokens_{lag}": number for lag, number in enumerate(np.bincount(lags))}
+    return {f"stream/{name}": float(value) for name, value in metrics.items()}
 
 
 def idle_metrics(

@@ -52,14 +52,10 @@ class Progress:
     """How far training has come. A checkpoint holds it as it is."""
 
     needs_vocabulary: bool
-    updates: int = 0
-    """Optimizer steps so far."""
-    drafter_version: int = 0
-    """Publications so far."""
-    published_update: int = 0
-    """Optimizer steps behind the newest candidate that was published."""
-    gathered: FreshScores | None = None
-    """Scores of the candidate that waits for more rollouts."""
+    updates: int = 0  # optimizer steps so far
+    drafter_version: int = 0  # publications so far
+    published_update: int = 0  # optimizer steps behind the newest candidate that was published
+    gathered: FreshScores | None = None  # scores of the candidate that waits for more rollouts
 
 
 STATE_CLASSES: list[Any] = [
@@ -91,17 +87,13 @@ class DrafterTrainer:
             drafter = load_drafter(init_folder, self._target, spec.num_positions, config.model)
         self.drafter: Drafter = drafter.to(device)
         self._optimizer, self._scheduler = build_optimizer(drafter.parameters(), config.optimizer, spec.total_updates)
-        self._target_weights: dict[int, TargetWeights] = {}
+        self.target_weights: dict[int, TargetWeights] = {}
+        """Embedding and head of each policy version whose features can be taken in."""
         self._buffer = FeatureBuffer(spec.max_buffer_bytes, config.buffer.max_age)
         self._rng = torch.Generator().manual_seed(spec.seed)
         self._progress = Progress(needs_vocabulary=init_folder is None and config.train)
         self._published: dict[int, Drafter] = {0: self._frozen_copy()}
         self._held: tuple[int, Drafter] | None = None  # a candidate that waits for more rollouts, with its updates
-
-    @property
-    def policy_versions(self) -> set[int]:
-        """Policy versions whose head is known, so that their features can be taken in."""
-        return set(self._target_weights)
 
     @property
     def drafter_version(self) -> int:
@@ -129,8 +121,8 @@ class DrafterTrainer:
         """
         weights = read_target_weights(payload_path, policy_version, self._target, self._device)
         needed, oldest = self._buffer.policy_versions, policy_version - self._spec.max_policy_lag
-        known = self._target_weights | {policy_version: weights}
-        self._target_weights = {v: w for v, w in known.items() if v in needed or v >= oldest}
+        known = self.target_weights | {policy_version: weights}
+        self.target_weights = {v: w for v, w in known.items() if v in needed or v >= oldest}
 
     def add(self, features: Sequence[str | FeatureRecord]) -> dict[str, float]:
         """Add rollouts to train on: shards, whose files are deleted, or records that have been read.
@@ -139,7 +131,17 @@ class DrafterTrainer:
         the counted tokens in it). Raises ValueError, and adds nothing, when a shard is broken or its
         policy version or aux layers are unknown to the trainer.
         """
-        return self._add(self._read(features))
+        records, progress, metrics = self._read(features), self._progress, dict[str, float]()
+        if records and progress.needs_vocabulary:
+            progress.needs_vocabulary = False
+            counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
+            for record in records:
+                counts += record.token_ids[record.prompt_length :].bincount(minlength=len(counts))
+                counts += PROMPT_TOKEN_WEIGHT * record.token_ids[: record.prompt_length].bincount(minlength=len(counts))
+            target = self.target_weights[records[-1].policy_version]
+            metrics["drafter/vocabulary_coverage"] = self.drafter.choose_vocabulary(counts, target)
+        self._buffer.add(records)
+        return metrics | self._buffer.metrics()
 
     def take_in(
         self, features: Sequence[str | FeatureRecord], serving: int, keep: Collection[int], judged: int = 0
@@ -152,7 +154,7 @@ class DrafterTrainer:
         continues. Returns the scores, and the metrics with the time that scoring took.
         """
         records = self._read(features)
-        metrics = self._add(records)
+        metrics = self.add(records)
         started, cpu_started = time.perf_counter(), time.process_time()
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
         records = spread_over_prompts([r for r in records if r.last_segment().is_scorable], MAX_ROLLOUTS)
@@ -221,7 +223,7 @@ class DrafterTrainer:
     def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Take one optimizer step on a batch."""
         (rows, sampling), objective = batch, self._spec.drafter.objective
-        target = self._target_weights[rows.policy_version]
+        target = self.target_weights[rows.policy_version]
         loss, per_position = drafter_loss(self.drafter, rows.to(self._device), target, sampling, objective)
         self._optimizer.zero_grad()
         loss.backward()
@@ -272,31 +274,32 @@ class DrafterTrainer:
         with_features: False leaves out buffer and target weights, so that no text of a rollout is written to disk.
         """
         self.drafter.save(folder, torch.float32)
-        state = {"progress": self._progress, "buffer": self._buffer, "target_weights": self._target_weights}
-        if not with_features:
-            empty = FeatureBuffer(self._buffer.max_bytes, self._buffer.max_age)
-            progress = replace(self._progress, gathered=None)
-            state = {"progress": progress, "buffer": empty, "target_weights": dict[int, TargetWeights]()}
-        state["optimizer"], state["scheduler"] = self._optimizer.state_dict(), self._scheduler.state_dict()
-        state["published"] = {version: drafter.state_dict() for version, drafter in self._published.items()}
-        state["held"] = None if self._held is None else (self._held[0], self._held[1].state_dict())
-        torch.save(state | {"rng": self._rng.get_state()}, Path(folder) / STATE)
+        state = {
+            "progress": self._progress,
+            "rng": self._rng.get_state(),
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "published": {version: drafter.state_dict() for version, drafter in self._published.items()},
+            "held": None if self._held is None else (self._held[0], self._held[1].state_dict()),
+        }
+        features = {"buffer": self._buffer, "target_weights": self.target_weights} if with_features else {}
+        torch.save(state | features, Path(folder) / STATE)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
         self.drafter.load(folder)
         with torch.serialization.safe_globals(STATE_CLASSES):
             state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
-        self._progress, self._buffer = state["progress"], state["buffer"]
-        self._target_weights = {
+        self._progress, self._buffer = state["progress"], state.get("buffer", self._buffer)
+        self.target_weights = {
             version: replace(w, embedding=w.embedding.to(self._device), head=w.head.to(self._device))
-            for version, w in state["target_weights"].items()
+            for version, w in state.get("target_weights", {}).items()
         }
+        self._rng.set_state(state["rng"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
         self._published = {version: self._frozen_copy(weights) for version, weights in state["published"].items()}
         self._held = None if state["held"] is None else (state["held"][0], self._frozen_copy(state["held"][1]))
-        self._rng.set_state(state["rng"])
 
     @property
     def _served_depth(self) -> int:
@@ -306,7 +309,7 @@ class DrafterTrainer:
         """Return, for each drafter, the acceptance at the starts of these rollouts, by batch."""
         parts, config = [], self._spec.drafter
         for rows, sampling in batches_of(records, config.batch_tokens):
-            target = self._target_weights[rows.policy_version]
+            target = self.target_weights[rows.policy_version]
             parts.append(acceptances(drafters, rows.to(self._device), target, sampling, config.objective))
         return [[part[i] for part in parts] for i in range(len(drafters))]
 
@@ -324,37 +327,25 @@ class DrafterTrainer:
             frozen.load_state_dict(weights)
         return frozen
 
-    def _add(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if records and self._progress.needs_vocabulary:
-            self._progress.needs_vocabulary = False
-            metrics["drafter/vocabulary_coverage"] = self._choose_vocabulary(records)
-        self._buffer.add(records)
-        return metrics | self._buffer.metrics()
-
-    def _choose_vocabulary(self, records: Sequence[FeatureRecord]) -> float:
-        """Choose the draft vocabulary by the tokens of these rollouts. Returns the share of the counted tokens that it covers."""
-        counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
-        for record in records:
-            prompt, response = record.token_ids[: record.prompt_length], record.token_ids[record.prompt_length :]
-            counts += response.bincount(minlength=len(counts))
-            counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=len(counts))
-        return self.drafter.choose_vocabulary(counts, self._target_weights[records[-1].policy_version])
-
     def _read(self, features: Sequence[str | FeatureRecord]) -> list[FeatureRecord]:
-        """Return the records of all shards, whose files are then deleted, and those that have been read."""
-        shards = {shard: read_shard(shard) for shard in features if isinstance(shard, str)}
-        layers = [self.drafter.serving.aux_layers]
-        for shard, records in shards.items():
-            for record in records:
-                for name, theirs, known in (
-                    ("policy version", record.policy_version, sorted(self._target_weights)),
-                    ("aux layers", record.aux_layers, layers),
-                ):
-                    if theirs not in known:
-                        raise ValueError(
-                            f"features that cannot be trained on: {shard} has {name} {theirs}, the trainer knows {known}"
-                        )
-        for shard in shards:
-            Path(shard).unlink()
-        return [r for one in features for r in (shards[one] if isinstance(one, str) else [one])]
+        """Return all records. The files of shards are deleted when all are whole."""
+        records: list[FeatureRecord] = []
+        for one in features:
+            records += [one] if isinstance(one, FeatureRecord) else self._read_shard(one)
+        for one in features:
+            if isinstance(one, str):
+                Path(one).unlink()
+        return records
+
+    def _read_shard(self, shard: str) -> list[FeatureRecord]:
+        records = read_shard(shard)
+        for record in records:
+            for name, theirs, known in (
+                ("policy version", record.policy_version, sorted(self.target_weights)),
+                ("aux layers", record.aux_layers, [self.drafter.serving.aux_layers]),
+            ):
+                if theirs not in known:
+                    raise ValueError(
+                        f"features that cannot be trained on: {shard} has {name} {theirs}, the trainer knows {known}"
+                    )
+        return records

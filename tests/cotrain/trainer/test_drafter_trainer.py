@@ -112,7 +112,7 @@ def test_training_does_not_change_the_target(new_trainer, target, shard_of):
     trainer = new_trainer()
     before = load_file(payload_of(target))
     run_steps(trainer, target, shard_of, [1, 2])
-    held = trainer._target_weights[1]
+    held = trainer.target_weights[1]
     assert torch.equal(held.head, before["lm_head.weight"])
     assert torch.equal(held.embedding, before["model.embed_tokens.weight"])
 
@@ -184,7 +184,7 @@ def test_heads_are_kept_as_long_as_features_need_them(new_trainer, target, shard
     trainer = new_trainer()
     run_steps(trainer, target, shard_of, [1, 2, 3])
     # Buffer: versions 1 and 2 (max_age 1); 3 is served next; 0 has left.
-    assert sorted(trainer._target_weights) == [1, 2, 3]
+    assert sorted(trainer.target_weights) == [1, 2, 3]
 
 
 def test_each_batch_is_taught_by_the_head_of_its_own_version(new_trainer, target, shard_of, tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_tied_target_and_broken_payloads(new_trainer, target, tmp_path):
     save_file({"model.embed_tokens.weight": embedding}, path)
     trainer.set_target_weights(str(path), 4)
     path.write_bytes(bytes(path.stat().st_size))  # the next payload comes under the same name
-    assert torch.equal(trainer._target_weights[4].head, embedding)
+    assert torch.equal(trainer.target_weights[4].head, embedding)
     for tensors, message in [
         ({"model.norm.weight": torch.ones(64)}, "expected one embedding"),
         ({"model.embed_tokens.weight": torch.ones(VOCAB + 1, 64)}, r"is \(129, 64\), the target's is \(128, 64\)"),
