@@ -5,6 +5,7 @@ Alarms come first, then the canary, then the gate (docs/internals/publishing.md)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from cotrain.acceptance_stats import share_from_history
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
-from cotrain.publish.events import DrafterEvent, Kind
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication, enough
 from cotrain.records import RolloutBatch, SwapReport
 
@@ -21,6 +21,31 @@ CONFIDENCE = 0.95
 
 MARGIN = 0.02
 """Acceptance length that the lower bound of the gain must exceed; a smaller gain would not show in the speed."""
+
+Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm"]
+
+
+@dataclass(frozen=True)
+class DrafterEvent:
+    """One decision about the drafter, as decisions.jsonl holds it."""
+
+    step: int
+    kind: Kind
+    """A candidate is published, kept back or refused; the canary rolls it back or keeps it; a step raises an alarm."""
+    version: int  # the drafter that the engines serve from the next step on
+    reason: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_bad_news(self) -> bool:
+        """Whether a person would want to read it in full."""
+        return self.kind in ("refused", "rolled back", "alarm")
+
+    def in_short(self) -> str:
+        """Return the event in short for the end of a step line; empty if the line shows it anyway."""
+        if self.kind in ("published", "kept"):
+            return ""
+        return "drafter rolled back" if self.kind == "rolled back" else f"drafter {self.reason.partition(':')[0]}"
 
 
 @dataclass

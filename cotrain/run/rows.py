@@ -1,7 +1,7 @@
 """JSON Lines files in which each row belongs to one step.
 
 metrics.jsonl has one row per step, {"step": 12, "policy/reward": 0.41, ...}, and every other view is made from it.
-decisions.jsonl has one row per drafter event (cotrain/publish/events.py).
+decisions.jsonl has one row per drafter event (cotrain/publish/decision.py).
 """
 
 import errno

@@ -14,8 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cotrain.config.sidecar import SidecarConfig
-from cotrain.publish.decision import Outcome
-from cotrain.publish.events import DrafterEvent
+from cotrain.publish.decision import DrafterEvent, Outcome
 from cotrain.publish.evidence import enough
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import ScoredRollout

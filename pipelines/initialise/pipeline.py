@@ -26,12 +26,12 @@ from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned, duration
-from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.provenance import write_provenance
 from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
+from cotrain.run.step_metrics import metrics_of
 from cotrain.run.tracking import Tracker
 from cotrain.trainer.spec import trainer_spec
 from cotrain.trainer.trainer import EXPECTED, DrafterTrainer

@@ -1,6 +1,6 @@
 from dataclasses import asdict
 
-from cotrain.publish.events import DrafterEvent
+from cotrain.publish.decision import DrafterEvent
 from cotrain.run.rows import RowFile, read_rows
 
 
