@@ -79,6 +79,15 @@ class ExpectedAcceptance:
         freedom = (self.num_prompts - 1) * (variance / between) ** 2 if between else np.inf
         return self.length_at(steps) - tolerance - float(stdtrit(min(freedom, 1e9), 1 - chance)) * sqrt(variance)
 
+    def metrics(self, steps: Sequence[int]) -> dict[str, float]:
+        """Return what is expected at K draft tokens and, if these steps have an expectation, in them."""
+        metrics = {"rollout/expected_acceptance_length_longest": self.longest}
+        if self.covers(steps):
+            metrics["rollout/expected_acceptance_length"] = self.length_at(steps)
+            rates = enumerate(self.rates_at(steps).tolist(), start=1)
+            metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in rates if any(steps[k - 1 :])}
+        return metrics
+
     def _weights(self, steps: Sequence[int]) -> Array:
         counted = np.zeros(len(self.rates))
         counted[: len(steps)] = steps[: len(self.rates)]

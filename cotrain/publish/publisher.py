@@ -14,11 +14,11 @@ import numpy as np
 
 from cotrain.acceptance_stats import drafter_counts, last_segment, total_counts
 from cotrain.config.schema import DrafterConfig, RunConfig
-from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
+from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
 from cotrain.publish.evidence import Evidence, FreshScores, Publication
-from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, WeightPayload, WeightUpdateRefused
+from cotrain.records import RolloutBatch, SwapReport, WeightPayload, WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 
 DELIVERY_CHECK_STEPS = 10
@@ -115,7 +115,7 @@ class Publisher:
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
         counts = total_counts(map(drafter_counts, batch.rollouts))
-        outcome.metrics |= metrics | _expected_metrics(expected, counts)
+        outcome.metrics |= metrics | ({} if expected is None else expected.metrics(counts.steps if counts else ()))
         return outcome
 
     def state(self) -> dict[str, Any]:
@@ -156,15 +156,3 @@ class Publisher:
         else:
             self.serving = self.serving.published(before, version, swap.seconds, expected is not None)
         outcome.events[-1] = replace(event, version=version)
-
-
-def _expected_metrics(expected: ExpectedAcceptance | None, counts: SpeculationCounts | None) -> dict[str, float]:
-    """Acceptance expected of the serving drafter on these rollouts: at the draft lengths served, and at the longest."""
-    if expected is None:
-        return {}
-    metrics = {"rollout/expected_acceptance_length_longest": expected.longest}
-    if counts is not None and expected.covers(counts.steps):
-        metrics["rollout/expected_acceptance_length"] = expected.length_at(counts.steps)
-        rates = enumerate(expected.rates_at(counts.steps).tolist(), start=1)
-        metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in rates if any(counts.steps[k - 1 :])}
-    return metrics
