@@ -261,11 +261,11 @@ def test_the_time_of_a_scorer_counts_from_when_it_has_started(new: Any, monkeypa
     """The first scorer hangs once, and each start takes longer than a reward may."""
     stream, now = new(timeout=60), 0.0
     monkeypatch.setattr("cotrain.loop.scoring.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
-    born, ready = dict[int, float](), list[Reference]()
+    born, ready = dict[int, tuple[float, Reference]](), list[Reference]()
 
     def answer(reference: Reference) -> None:
         kind, _ = reference.what
-        age = now - born.setdefault(id(reference), now)
+        age = now - born.setdefault(id(reference), (now, reference))[0]
         if kind == "scorer starts" and age > 200:
             ready.append(reference)
         waits = {"scorer starts": age <= 200, "score": len(ready) < 2}  # for the second scorer, as the first one hangs
