@@ -19,6 +19,7 @@ from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions, Window
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.prompts import PromptOrder
+from cotrain.weights.versions import CurrentWeights
 from tests.cotrain.loop.simulated_ray import Cluster, Reference
 
 P, SAMPLES, NUM_PROMPTS = 4, 2, 40
@@ -92,7 +93,8 @@ class Stream:
         self.cluster, self.engines, self.rewards = Cluster(), Engines(), Rewards()
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
         self.events = RowFile(folder / "stream.jsonl")
-        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None)  # type: ignore[arg-type]
+        current = CurrentWeights(Versions(0, 0))
+        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None, current)  # type: ignore[arg-type]
         self.producer = Producer(self.config, self.roles, prompts, self.events, served, saved)
         self.prompts = prompts
         self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
