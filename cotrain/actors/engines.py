@@ -18,9 +18,10 @@ from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster, free_port, temporary_files
 from cotrain.process.failures import RunFailure
 from cotrain.process.threads import engine_environment
-from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, Versions, WeightPayload, Window
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, WeightPayload, Window
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import WeightUpdateRefused
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import ServingSpec
 
 MOST_CALLS = 10_000
@@ -68,9 +69,12 @@ class RolloutEngines:
     and drafter as the others.
     """
 
-    def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
-        """Start the processes, which import vLLM in the background; `start` loads the models."""
-        self._cluster, self._nodes, self._config = cluster, nodes, config
+    def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig, current: CurrentWeights):
+        """Start the processes, which import vLLM in the background; `start` loads the models.
+
+        current: is kept up to date with what the engines serve.
+        """
+        self._cluster, self._nodes, self._config, self._current = cluster, nodes, config, current
         self._transfer = config.policy.weight_transfer
         self._drafts_from_history = config.rollout.history is not None
         self._roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
@@ -85,16 +89,12 @@ class RolloutEngines:
         self._learner: Policy | None = None
         self._connected: list[Any] = []  # actors that the learner sends the policy to
         self._returning: list[int] = []  # restarted engines that wait for the learner's next update
-        self._policy: tuple[WeightPayload, int] | None = None  # the last update that was sent, with its version
-        self._drafter: tuple[WeightPayload, int] | None = None
 
     def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
         self._learner = learner if self._transfer != "files" else None
 
-    def start(
-        self, serving: ServingSpec | None, versions: Versions, first_step: int, drafter_folder: Path
-    ) -> list[Any]:
+    def start(self, serving: ServingSpec | None, first_step: int, drafter_folder: Path) -> list[Any]:
         """Begin to load the models. Wait for the returned references with Cluster.get before any other call.
 
         serving: how the drafter is served; None without a drafter. drafter_folder: folder of the first drafter. first_step:
@@ -109,7 +109,7 @@ class RolloutEngines:
                 serving=serving,
                 seed=derived_seed("engine", self._config.seed, i, first_step),
                 scratch=str(self._nodes.scratch[node] / self._roles[i]),
-                versions=versions,
+                versions=self._current.versions,
                 weight_transfer=self._config.policy.weight_transfer,
             )
             for i, node in enumerate(self.node_of)
@@ -169,23 +169,24 @@ class RolloutEngines:
         if self._transfer != "files":
             self._returning.append(engine)
             return
-        if self._policy is not None:
-            payload, version = self._policy
+        if (payload := self._current.policy) is not None:
             here = replace(payload, path=self._nodes.bring(payload.path, self.node_of[engine]))
-            self._wait(begin(self._actors[engine], RolloutEngine.update_policy, here, version))
+            self._wait(begin(self._actors[engine], RolloutEngine.update_policy, here, self._current.versions.policy))
         self._take_over(engine, self.in_dispatch[0])
         self._away.remove(engine)
 
     def _take_over(self, engine: int, other: int) -> None:
         """Give an engine that already serves the current policy the drafter, the history and the settings of another one."""
-        if self._drafter is not None:  # the others keep the file
+        versions, policy, drafter = self._current.versions, self._current.policy, self._current.drafter
+        if drafter is not None and versions.drafter != self._specs[engine].versions.drafter:  # the others keep the file
             path = self._nodes.bring(f"{self._specs[other].scratch}/{KEPT_DRAFTER}", self.node_of[engine])
-            payload, version = self._drafter
-            here = replace(payload, path=path)
-            self._wait(begin(self._actors[engine], RolloutEngine.update_drafter, here, version))
-        for record, draft in ((self._policy, False), (self._drafter, True)):
-            if record is not None and (draft or self._learner is None):  # what the learner sends is compared on arrival
-                digests = record[0].digests
+            here = replace(drafter, path=path)
+            self._wait(begin(self._actors[engine], RolloutEngine.update_drafter, here, versions.drafter))
+        for payload, draft in ((policy, False), (drafter, True)):
+            if payload is not None and (
+                draft or self._learner is None
+            ):  # what the learner sends is compared on arrival
+                digests = payload.digests
                 names, actor = sorted(digests), self._actors[engine]
                 if self._wait(begin(actor, RolloutEngine.served_digests, names, draft)) != digests:
                     raise RunFailure(f"{self._roles[engine]} was started again and does not serve what the others do")
@@ -255,7 +256,7 @@ class RolloutEngines:
         reports, refusal = self._results(calls, UPDATE_SECONDS)
         if refusal is not None:
             raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")
-        self._policy = payload, policy_version
+        self._current.record_policy(payload, policy_version)
         for engine in returned:
             self._take_over(engine, min({*self.in_dispatch} - {*returned}))
         return SwapReport(max(report.seconds for report in reports.values()), num_bytes)
@@ -285,6 +286,7 @@ class RolloutEngines:
 
         All engines check the weights before one loads them. Raises WeightUpdateRefused; all engines then keep what they had.
         """
+        self._current.record_attempt(drafter_version)
         if len(self.in_dispatch) > 1:
             here = self._brought(payload)
             checks = {e: begin(self._actors[e], RolloutEngine.check_drafter, its) for e, its in here.items()}
@@ -299,7 +301,7 @@ class RolloutEngines:
         if refusal is not None:
             self._ask(list(reports), lambda e: begin(e, RolloutEngine.undo_drafter_update))
             raise refusal
-        self._drafter = payload, drafter_version
+        self._current.record_drafter(payload, drafter_version)
         return max(reports.values(), key=lambda report: report.seconds)
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ from cotrain.records import Versions
 from cotrain.run.provenance import package_versions
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import Drafter
 from tests.engine.conftest import ROOT, SERVING, make_requests, tokens
 from tests.engine.two_nodes import TwoNodes, cut_off
@@ -43,8 +44,8 @@ def together(
     nodes = Nodes(cluster, "two")
     (folder / "config.json").write_text("{}")
     nodes.check(folder / "config.json", "tiny:llama")
-    engines = RolloutEngines(cluster, nodes, config)
-    cluster.get(engines.start(SERVING, Versions(0, 0), 0, drafter_folder))
+    engines = RolloutEngines(cluster, nodes, config, CurrentWeights(Versions(0, 0)))
+    cluster.get(engines.start(SERVING, 0, drafter_folder))
     yield engines, nodes, cluster
     nodes.close()
     cluster.stop()

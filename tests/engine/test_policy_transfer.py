@@ -26,6 +26,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.records import Versions, WeightPayload
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import write_payload
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import Drafter
 from drafters.files import WEIGHTS
 from tests.engine.conftest import SERVING, make_requests
@@ -68,8 +69,8 @@ def roles(
         nodes = Nodes(cluster, "transfer")
         (folder / "config.json").write_text("{}")
         nodes.check(folder / "config.json", "tiny:llama")
-        engines = RolloutEngines(cluster, nodes, config)
-        starting = engines.start(SERVING, Versions(0, 0), 0, drafter_folder)
+        engines = RolloutEngines(cluster, nodes, config, CurrentWeights(Versions(0, 0)))
+        starting = engines.start(SERVING, 0, drafter_folder)
         learner = start_policy(cluster, nodes, config)
         engines.receive_from(learner)
         cluster.get(starting)

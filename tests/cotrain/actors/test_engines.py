@@ -11,6 +11,7 @@ from cotrain.actors.engines import MOST_RESTARTS, RolloutEngines
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
 from cotrain.weights.payload import WeightUpdateRefused
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import ServingSpec
 
 PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
@@ -113,13 +114,13 @@ class Engines(RolloutEngines):
         node_of = {f"rollout_{i}": f"node of rollout_{i}" for i in range(len(engines))}
         scratch = {node: Path("shm") / node for node in node_of.values()}
         nodes = SimpleNamespace(bring=lambda path, node: f"{node}/{path}", model_path="m", scratch=scratch)
-        super().__init__(Cluster(node_of), nodes, config)  # type: ignore[arg-type]
+        super().__init__(Cluster(node_of), nodes, config, CurrentWeights(Versions(0, 0)))  # type: ignore[arg-type]
         self.starting: list[Any] = []
         self.starts = lambda *started: self.starting.append(started)
         self.start_after(0)
 
     def start_after(self, step: int) -> list[Any]:
-        return self.start(ServingSpec("eagle3"), Versions(0, 0), step, Path("v0000"))
+        return self.start(ServingSpec("eagle3"), step, Path("v0000"))
 
     def _new_actor(self, engine: int) -> Any:
         if engine in getattr(self, "_away", ()):

@@ -208,6 +208,8 @@ from cotrain.process.cluster import Cluster
 from cotrain.config.schema import RunConfig
 from cotrain.actors.engines import EngineActor, RolloutEngines
 from cotrain.transport.nodes import Nodes
+from cotrain.records import Versions
+from cotrain.weights.versions import CurrentWeights
 
 class Slow:
     async def generate(self, requests, tap):
@@ -225,7 +227,7 @@ task = {"type": "reasoning_gym", "name": "chain_sum"}
 config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=task)
 cluster = Cluster(config, Path.cwd())
 nodes = Nodes(cluster, "slow")
-engines = RolloutEngines(cluster, nodes, config)
+engines = RolloutEngines(cluster, nodes, config, CurrentWeights(Versions(0, 0)))
 engines.reset_prefix_cache()
 outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
 started = time.monotonic()
