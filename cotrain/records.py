@@ -146,7 +146,7 @@ class WeightPayload:
     path: str
     num_bytes: int
     digests: dict[str, str]
-    """Checksum of each tensor's bytes (see transport/payload.py)."""
+    """Checksum of each tensor's bytes (see weights/payload.py)."""
 
 
 @dataclass(frozen=True, slots=True)
