@@ -32,7 +32,8 @@ def start_roles(
     versions, drafter, serving = state.versions, None, None
     current = CurrentWeights(versions, config.stream.max_policy_lag)
     model_path = nodes.model_path
-    engines, rewards = RolloutEngines(cluster, nodes, config, current), Rewards(cluster, nodes, config)
+    reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), Rewards(cluster, nodes, config)
+    engines = RolloutEngines(cluster, nodes, config, current, reactor.add)
     if config.drafter is not None:
         init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
         drafter = start_drafter(cluster, nodes, config, init)
@@ -65,5 +66,4 @@ def start_roles(
         scratch = nodes.scratch[drafter.node]
         current.record_drafter(drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter), versions.drafter)
         publisher = Publisher(publisher_spec(config), drafter, engines, scratch, current)
-    reactor = Reactor(cluster, config.cluster.hang_after_s)
     return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current)

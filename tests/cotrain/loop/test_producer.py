@@ -26,11 +26,11 @@ P, SAMPLES, NUM_PROMPTS = 4, 2, 40
 
 
 class Engines:
-    def __init__(self) -> None:
+    def __init__(self, reactor: Reactor) -> None:
+        self.reactor = reactor
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
         self.in_dispatch = [0]
-        self.starts: Any = None
         self.shared: list[tuple[int, int]] = []
 
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
@@ -47,12 +47,7 @@ class Engines:
     def lose(self, engine: int, failure: RunFailure) -> None:
         if engine in self.in_dispatch:
             self.in_dispatch.remove(engine)
-            self.starts(engine, Reference(("start", engine)))
-
-    def come_back(self, engine: int) -> None:
-        self.in_dispatch.append(engine)
-
-    def give_up(self, engine: int, failure: RunFailure) -> None: ...
+            self.reactor.add(Reference(("start", engine)), lambda _: self.in_dispatch.append(engine))
 
     def take_windows(self) -> dict[int, Window]:
         return {}
@@ -90,8 +85,9 @@ class Stream:
         prompts = Prompts(
             Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
         )  # type: ignore[arg-type]
-        self.cluster, self.engines, self.rewards = Cluster(), Engines(), Rewards()
+        self.cluster, self.rewards = Cluster(), Rewards()
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
+        self.engines = Engines(self.reactor)
         self.events = RowFile(folder / "stream.jsonl")
         current = CurrentWeights(Versions(0, 0))
         self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None, current)  # type: ignore[arg-type]
