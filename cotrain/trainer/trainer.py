@@ -6,7 +6,7 @@ optimizer or random state with the policy learner.
 
 import copy
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy._core.multiarray import _reconstruct
+from torch import Tensor
 
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
@@ -39,7 +40,6 @@ PROMPT_TOKEN_WEIGHT = 0.1
 """Weight of a prompt token when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
 of a prompt tend to come back in its response."""
 
-EXPECTED = "drafter/expected_acceptance_length"
 STATE = "trainer.pt"
 
 
@@ -127,21 +127,32 @@ class DrafterTrainer:
     def add(self, features: Sequence[str | FeatureRecord]) -> dict[str, float]:
         """Add rollouts to train on: shards, whose files are deleted, or records that have been read.
 
-        The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
-        the counted tokens in it). Raises ValueError, and adds nothing, when a shard is broken or its
-        policy version or aux layers are unknown to the trainer.
+        The first features of a new drafter also choose its draft vocabulary. Raises ValueError, and adds nothing, when a shard is
+        broken or its policy version or aux layers are unknown to the trainer.
         """
-        records, progress, metrics = self._read(features), self._progress, dict[str, float]()
-        if records and progress.needs_vocabulary:
-            progress.needs_vocabulary = False
-            counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
-            for record in records:
-                counts += record.token_ids[record.prompt_length :].bincount(minlength=len(counts))
-                counts += PROMPT_TOKEN_WEIGHT * record.token_ids[: record.prompt_length].bincount(minlength=len(counts))
-            target = self.target_weights[records[-1].policy_version]
-            metrics["drafter/vocabulary_coverage"] = self.drafter.choose_vocabulary(counts, target)
+        records, metrics = self._read(features), dict[str, float]()
+        if records:
+            rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
+            metrics = self.choose_first_vocabulary(rollouts, records[-1].policy_version)
         self._buffer.add(records)
         return metrics | self._buffer.metrics()
+
+    def choose_first_vocabulary(
+        self, rollouts: Iterable[tuple[Tensor, Tensor]], policy_version: int
+    ) -> dict[str, float]:
+        """Choose the draft vocabulary by (prompt, response) tokens, each [T] int64, if the drafter is new and has none yet.
+
+        Returns drafter/vocabulary_coverage, the share of the counted tokens in it, if it does.
+        """
+        if not self._progress.needs_vocabulary:
+            return {}
+        self._progress.needs_vocabulary = False
+        counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
+        for prompt, response in rollouts:
+            counts += response.bincount(minlength=len(counts))
+            counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=len(counts))
+        coverage = self.drafter.choose_vocabulary(counts, self.target_weights[policy_version])
+        return {"drafter/vocabulary_coverage": coverage}
 
     def take_in(
         self, features: Sequence[str | FeatureRecord], serving: int, keep: Collection[int], judged: int = 0
@@ -184,17 +195,6 @@ class DrafterTrainer:
         if has_candidate and not gathered.suffice and self._held is None:
             self._held = updates, self._frozen_copy()
         return replace(fresh, gathered=gathered)
-
-    def evaluate(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
-        """Return the expected acceptance of the current weights; empty when every rollout is too short or has holes.
-
-        It is what the engine would count on these rollouts (drafters/acceptance.py): the rate of position k is the share
-        of verification steps that accept draft tokens 1 to k, and the length is 1 + the sum of the rates.
-        """
-        [starts] = self._starts([self.drafter], records)
-        rates = rollout_acceptances(starts, self._served_depth)[-1].rates()
-        metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
-        return metrics | {EXPECTED: 1.0 + sum(rates)} if rates else {}
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         """Take num_updates optimizer steps on batches from the buffer.
