@@ -71,9 +71,12 @@ class Outcome:
         return metrics | {"drafter/expected_acceptance_length": self.expected.longest}
 
     def note(self, evidence: Evidence, kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
-        """Add an event, and its numbers to the metrics."""
+        """Add an event, and its numbers to the metrics. A candidate that is published, kept back or refused has been judged."""
         self.events.append(DrafterEvent(evidence.step, kind, evidence.versions.drafter, reason, numbers))
         self.metrics |= numbers
+        if kind in ("published", "kept back", "refused"):
+            unjudged = 0 if kind == "kept back" else self.serving.unjudged
+            self.serving = replace(self.serving, judged_update=evidence.scores.updates, unjudged=unjudged)
 
 
 def alarmed(step: int, version: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
@@ -118,38 +121,31 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
     scores, batch = evidence.scores, evidence.batch
     if scores.candidate is None:
         return
-
-    def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
-        unjudged = 0 if kind == "kept back" else outcome.serving.unjudged
-        outcome.serving = replace(outcome.serving, judged_update=scores.updates, unjudged=unjudged)
-        outcome.note(evidence, kind, f"{kind}{reason}", numbers)
-
     ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
     if broken := int((ours != theirs).sum()):
         name = "candidate" if ours.sum() < theirs.sum() else "serving drafter"
-        reason = f": acceptances of the {name} are not finite on {broken} of {len(ours)} rollouts"
-        note("refused", reason, {"gate/publish": 0.0})
+        reason = f"refused: acceptances of the {name} are not finite on {broken} of {len(ours)} rollouts"
+        outcome.note(evidence, "refused", reason, {"gate/publish": 0.0})
         return
     candidate, serving = (expected_of(one, scores.prompts) for one in (scores.candidate, scores.serving))
     num_rollouts, num_prompts = (candidate.num_rollouts, candidate.num_prompts) if candidate is not None else (0, 0)
     judged_on = f"{num_rollouts} rollouts of {num_prompts} prompts"
+    kind: Kind = "kept back"
     numbers = {"gate/num_rollouts": float(num_rollouts), "gate/num_prompts": float(num_prompts)}
     always = config.gate.publish_when == "always"
     because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
-        reason = (
-            f"{because}: {judged_on} could be scored, and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed"
-        )
         outcome.metrics |= numbers
         if always or scores.suffice:
-            note("published" if always else "refused", reason, numbers | {"gate/publish": float(always)})
+            kind = "published" if always else "refused"
+            reason = f"{judged_on} could be scored, and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed"
+            outcome.note(evidence, kind, f"{kind}{because}: {reason}", numbers | {"gate/publish": float(always)})
         return
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
     # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
     # What is drafted from history gains nothing from a better drafter.
     share = max(config.train_every, scores.steps) * (1 - share_from_history(batch.rollouts))
     saved, cost = share * seconds_saved(batch, candidate, serving), evidence.serving.swap_seconds * batch.exposed
-    kind: Kind = "kept back"
     if not always and bound <= MARGIN:
         because = f", no gain above the margin of {MARGIN:g} is certain"
     elif not always and saved <= cost:
@@ -157,7 +153,7 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
     else:
         kind, outcome.expected = "published", candidate
     reason = (
-        f"{because}: acceptance length {candidate.longest:.3f} against {serving.longest:.3f} served, gain "
+        f"{kind}{because}: acceptance length {candidate.longest:.3f} against {serving.longest:.3f} served, gain "
         f"{gain:+.3f}, at least {bound:+.3f} ({CONFIDENCE:.0%}, {judged_on}, {len(scores.candidate)} draft tokens), "
         f"{saved:.2f} s saved before the next candidate, {cost:.2f} s for the swap"
     )
@@ -165,7 +161,7 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
         reason += f"; {batch.exposed:.0%} of the generation time is waited for"
     numbers |= {"gate/publish": float(kind == "published"), "gate/gain": gain, "gate/lower_bound": bound}
     numbers |= {"gate/candidate_length": candidate.longest, "gate/serving_length": serving.longest}
-    note(kind, reason, numbers | {"gate/seconds_saved": saved, "gate/swap_seconds": cost})
+    outcome.note(evidence, kind, reason, numbers | {"gate/seconds_saved": saved, "gate/swap_seconds": cost})
 
 
 def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:

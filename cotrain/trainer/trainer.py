@@ -124,19 +124,6 @@ class DrafterTrainer:
         known = self.target_weights | {policy_version: weights}
         self.target_weights = {v: w for v, w in known.items() if v in needed or v >= oldest}
 
-    def add(self, features: Sequence[str | FeatureRecord]) -> dict[str, float]:
-        """Add rollouts to train on: shards, whose files are deleted, or records that have been read.
-
-        The first features of a new drafter also choose its draft vocabulary. Raises ValueError, and adds nothing, when a shard is
-        broken or its policy version or aux layers are unknown to the trainer.
-        """
-        records, metrics = self._read(features), dict[str, float]()
-        if records:
-            rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
-            metrics = self.choose_first_vocabulary(rollouts, records[-1].policy_version)
-        self._buffer.add(records)
-        return metrics | self._buffer.metrics()
-
     def choose_first_vocabulary(
         self, rollouts: Iterable[tuple[Tensor, Tensor]], policy_version: int
     ) -> dict[str, float]:
@@ -159,20 +146,27 @@ class DrafterTrainer:
     ) -> tuple[FreshScores, dict[str, float]]:
         """Add the rollouts of a step, and score the serving drafter and the candidate on MAX_ROLLOUTS of them at most.
 
-        A rollout is scored before it is trained on, since it cannot test a drafter that was trained on it. serving: the version
-        that the engines have. All publications but this one and those in `keep` are forgotten. judged: updates behind the
-        candidate that was judged last. A later one stays the candidate until enough rollouts were scored; meanwhile training
-        continues. Returns the scores, and the metrics with the time that scoring took.
+        A rollout is scored before it is trained on, since it cannot test a drafter that was trained on it. The first features of
+        a new drafter also choose its draft vocabulary.
+
+        features: shards, whose files are deleted, or records that have been read. serving: the version that the engines have.
+        All publications but this one and those in `keep` are forgotten. judged: updates behind the candidate that was judged last.
+        A later one stays the candidate until enough rollouts were scored; meanwhile training continues. Returns the scores, and
+        metrics of scoring and of the buffer. Raises ValueError, and adds nothing, when a shard is broken or its policy version or
+        aux layers are unknown to the trainer.
         """
-        records = self._read(features)
-        metrics = self.add(records)
+        records, metrics = self._read(features), dict[str, float]()
+        if records:
+            rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
+            metrics = self.choose_first_vocabulary(rollouts, records[-1].policy_version)
+        self._buffer.add(records)
         started, cpu_started = time.perf_counter(), time.process_time()
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
         records = spread_over_prompts([r for r in records if r.last_segment().is_scorable], MAX_ROLLOUTS)
         scores = self._score(sorted(records, key=teacher_of), serving, judged)  # sorted, so that batches are large
         metrics["drafter/score_s"] = time.perf_counter() - started
         metrics["drafter/score_cpu_s"] = time.process_time() - cpu_started
-        return scores, metrics
+        return scores, metrics | self._buffer.metrics()
 
     def _score(self, records: Sequence[FeatureRecord], serving: int, judged: int) -> FreshScores:
         progress, segments = self._progress, [record.last_segment() for record in records]

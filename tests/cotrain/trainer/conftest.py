@@ -143,6 +143,11 @@ def weights_of(trainer: DrafterTrainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.drafter.state_for_serving().items()}
 
 
+def add(trainer: DrafterTrainer, features: list[str]) -> dict[str, float]:
+    """Add rollouts to train on, without a candidate to score. Returns the metrics."""
+    return trainer.take_in(features, trainer.drafter_version, list(trainer._published), judged=10**9)[1]
+
+
 def expected_rates(
     trainer: DrafterTrainer, records: list[FeatureRecord], drafter: Drafter | None = None
 ) -> list[float]:

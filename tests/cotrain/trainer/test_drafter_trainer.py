@@ -12,7 +12,7 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.trainer.buffer import teacher_of
 from drafters.losses import drafter_loss
-from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, expected_rates, make_record, payload_of, weights_of
+from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, add, expected_rates, make_record, payload_of, weights_of
 
 
 def run_steps(trainer, target, shard_of, steps, num_updates=3):
@@ -20,7 +20,7 @@ def run_steps(trainer, target, shard_of, steps, num_updates=3):
     rows = []
     for step in steps:
         records = target.rollouts(num_prompts=4, samples=2, seed=step, policy_version=step - 1)
-        row = trainer.add([shard_of(records)]) | trainer.train(step, num_updates)
+        row = add(trainer, [shard_of(records)]) | trainer.train(step, num_updates)
         trainer.set_target_weights(payload_of(target), step)
         rows.append(without_times(row))
     return rows
@@ -28,13 +28,17 @@ def run_steps(trainer, target, shard_of, steps, num_updates=3):
 
 def without_times(row):
     """Metrics that two equal runs share."""
-    return {name: value for name, value in row.items() if name not in ("drafter/tokens_per_s", "drafter/train_s")}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("drafter/tokens_per_s", "drafter/train_s", "drafter/score_s", "drafter/score_cpu_s")
+    }
 
 
 def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of):
     trainer = new_trainer(updates_per_step=10, batch_tokens=200, optimizer={"learning_rate": 1e-2})
     records = target.rollouts(48, 1, seed=1, policy_version=0)
-    trainer.add([shard_of(records[12:])])
+    add(trainer, [shard_of(records[12:])])
     before = sum(expected_rates(trainer, records[:12]))
     rows = [trainer.train(step, 10) for step in (1, 2, 3)]
     assert rows[2]["drafter/loss"] < 0.75 * rows[0]["drafter/loss"]
@@ -44,9 +48,9 @@ def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of)
 
 def test_metrics_of_a_step(new_trainer, target, shard_of):
     trainer = new_trainer(objective={"depth_weights": "decay"})
-    trainer.add([shard_of(target.rollouts(3, 2, seed=1, policy_version=0))])
+    add(trainer, [shard_of(target.rollouts(3, 2, seed=1, policy_version=0))])
     trainer.set_target_weights(payload_of(target), 1)
-    trainer.add([shard_of(target.rollouts(3, 2, seed=2, policy_version=1))])
+    add(trainer, [shard_of(target.rollouts(3, 2, seed=2, policy_version=1))])
     row = trainer.train(2, 3)
     assert row["drafter/buffer_tokens"] == 2 * 6 * 24
     assert row["drafter/buffer_bytes"] == 12 * 24 * (8 + 4 * 4 * 64 + 1)
@@ -121,10 +125,10 @@ def test_feature_files_are_deleted_and_a_broken_one_keeps_all(new_trainer, targe
     whole = Path(broken).read_bytes()
     Path(broken).write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=r"shard_1\.safetensors cannot be read"):
-        trainer.add([good, broken])
+        add(trainer, [good, broken])
     assert [Path(shard).exists() for shard in (good, broken)] == [True, True] and not trainer._buffer.records
     Path(broken).write_bytes(whole)
-    trainer.add([good, broken])
+    add(trainer, [good, broken])
     assert [Path(shard).exists() for shard in (good, broken)] == [False, False]
     assert trainer._buffer.metrics()["drafter/buffer_tokens"] == sum(
         record.num_tokens for part in records for record in part
@@ -138,19 +142,19 @@ def test_nan_feature_is_named_and_not_trained_on(new_trainer, target, shard_of):
     final_hidden[5, 1] = torch.nan
     records[2] = replace(records[2], final_hidden=final_hidden)
     with pytest.raises(ValueError, match="final_hidden of rollout 2 is not finite at position 5"):
-        trainer.add([shard_of(records)])
+        add(trainer, [shard_of(records)])
     assert not trainer._buffer.records
 
 
 def test_features_without_a_head_of_their_version_are_refused(new_trainer, target, shard_of):
     trainer = new_trainer()
     with pytest.raises(ValueError, match=r"has policy version 3, the trainer knows \[0\]"):
-        trainer.add([shard_of(target.rollouts(2, 2, seed=0, policy_version=3))])
+        add(trainer, [shard_of(target.rollouts(2, 2, seed=0, policy_version=3))])
 
 
 def test_features_of_other_layers_are_refused(new_trainer, shard_of):
     with pytest.raises(ValueError, match=r"aux layers \(1, 3, 4\), the trainer knows \[\(2, 4, 5\)\]"):
-        new_trainer().add([shard_of([replace(make_record(), aux_layers=(1, 3, 4))])])
+        add(new_trainer(), [shard_of([replace(make_record(), aux_layers=(1, 3, 4))])])
 
 
 def test_each_batch_is_taught_by_its_own_sampling(new_trainer, target, shard_of, monkeypatch):
@@ -186,11 +190,11 @@ def test_heads_are_kept_as_long_as_features_need_them(new_trainer, target, shard
 
 def test_each_batch_is_taught_by_the_head_of_its_own_version(new_trainer, target, shard_of, tmp_path, monkeypatch):
     trainer = new_trainer(updates_per_step=4)
-    trainer.add([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
+    add(trainer, [shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
     other = {name: tensor + 1 for name, tensor in load_file(payload_of(target)).items()}
     save_file(other, tmp_path / "policy.safetensors")
     trainer.set_target_weights(str(tmp_path / "policy.safetensors"), 1)
-    trainer.add([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
+    add(trainer, [shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
     heads = {0: target.model.lm_head.weight, 1: other["lm_head.weight"]}
     seen = []
 
@@ -228,12 +232,12 @@ def test_tied_target_and_broken_payloads(new_trainer, target, tmp_path):
 def test_vocabulary_is_chosen_once_from_the_first_features(new_trainer, target, shard_of):
     trainer = new_trainer(model={"type": "eagle3", "draft_vocab_size": 8, "aux_layers": (2, 4, 5)})
     record = replace(make_record(prompt=100, response_length=9), token_ids=torch.tensor([100] * 4 + [90, 91, 92] * 3))
-    metrics = trainer.add([shard_of([record])])
+    metrics = add(trainer, [shard_of([record])])
     # 3 tokens counted 3 times in the response, one counted 4 x 0.1 times in the prompt, eos, the lowest ids.
     assert trainer.drafter.draft_to_target.tolist() == [0, 1, 2, 3, 90, 91, 92, 100]
     assert metrics["drafter/vocabulary_coverage"] == 1.0
     assert torch.equal(trainer.drafter.lm_head.weight, target.model.lm_head.weight[trainer.drafter.draft_to_target])
-    again = trainer.add([shard_of([make_record(prompt=5)])])
+    again = add(trainer, [shard_of([make_record(prompt=5)])])
     assert "drafter/vocabulary_coverage" not in again
     assert 90 in trainer.drafter.draft_to_target
 
@@ -242,7 +246,7 @@ def test_response_tokens_weigh_more_than_prompt_tokens(new_trainer, shard_of):
     trainer = new_trainer(model={"type": "eagle3", "draft_vocab_size": 4, "aux_layers": (2, 4, 5)})
     tokens = torch.tensor([100] * 4 + [90, 91, 92])
     record = replace(make_record(response_length=3), token_ids=tokens)
-    metrics = trainer.add([shard_of([record])])
+    metrics = add(trainer, [shard_of([record])])
     assert trainer.drafter.draft_to_target.tolist() == [2, 90, 91, 92]
     assert metrics["drafter/vocabulary_coverage"] == pytest.approx(3 / 3.4)
 
@@ -252,7 +256,7 @@ def test_loaded_drafter_keeps_its_vocabulary_and_weights(new_trainer, target, sh
     run_steps(trained, target, shard_of, [1])
     trained.drafter.save(tmp_path / "drafter", torch.float32)
     trainer = new_trainer(init_folder=str(tmp_path / "drafter"))
-    metrics = trainer.add([shard_of(target.rollouts(4, 2, seed=9, policy_version=0))])
+    metrics = add(trainer, [shard_of(target.rollouts(4, 2, seed=9, policy_version=0))])
     assert "drafter/vocabulary_coverage" not in metrics
     expected, found = weights_of(trained), weights_of(trainer)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -273,7 +277,7 @@ def test_non_finite_loss_stops_before_the_optimizer_moves(new_trainer, target, s
     save_file(broken, tmp_path / "policy.safetensors")
     run_steps(trainer, target, shard_of, [1])
     trainer.set_target_weights(str(tmp_path / "policy.safetensors"), 1)
-    trainer.add([shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
+    add(trainer, [shard_of(target.rollouts(4, 2, seed=2, policy_version=1))])
     before = weights_of(trainer)
     with pytest.raises(FloatingPointError, match=r"step 2: loss nan.* target's head of policy version 1 is not finite"):
         trainer.train(2, 3)
@@ -440,7 +444,7 @@ def test_an_earlier_publication_comes_back_under_a_new_version(new_trainer, targ
 def test_a_cosine_schedule_ends_with_the_last_training_round(new_trainer, target, shard_of):
     """10 steps, of which every third trains."""
     trainer = new_trainer(train_every=3, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
-    trainer.add([shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
+    add(trainer, [shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
     rates = [trainer.train(step, 3)["drafter/learning_rate"] for step in (3, 6, 9)]
     assert rates[0] > rates[1] > rates[2] == pytest.approx(1e-4)
 
