@@ -29,20 +29,6 @@ to succeed or fail together. 0 would count every draft as an independent trial."
 LOWER_BOUND_ERRORS = 3.0
 """Number of standard errors that the test for zero acceptance subtracts from the expected gain."""
 
-COLLAPSED = (
-    "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
-    "finite, it reads other target layers than it was trained on, or requests are longer than its "
-    "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
-    "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
-    "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
-)
-BELOW_EXPECTED = (
-    "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
-    "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: low at position 1 means wrong weights or "
-    "layers, low later only the autoregressive loop; resume from the last checkpoint, or raise drafter.alarms.tolerance",
-)
-"""Probable cause and remedy of the two statistical alarms."""
-
 LAG_ROUNDS = 4
 """Training rounds that may pass without a comparison, while steps have enough rollouts for one."""
 
@@ -115,14 +101,26 @@ def check_acceptance(
     bound = expected.lowest_served(counts.steps, num_prompts, tolerance, significance)
     numbers = {"served_length": served, "expected_length": length, "num_drafts": float(num_drafts), "bound": bound}
     if served == 1.0 and (chance := collapse_probability(expected, counts, len(rollouts))) < significance:
-        what = (
+        return numbers, Alarm(
+            "acceptance_collapsed",
             f"no draft token was accepted in {num_drafts} verification steps, where an acceptance length of "
-            f"{length:.2f} is expected (chance {chance:.1g})"
+            f"{length:.2f} is expected (chance {chance:.1g})",
+            "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
+            "finite, it reads other target layers than it was trained on, or requests are longer than its "
+            "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
+            "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
+            "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
+            numbers | {"chance": chance},
         )
-        return numbers, Alarm("acceptance_collapsed", what, *COLLAPSED, numbers | {"chance": chance})
     if 1.0 < served < bound and expected.num_prompts >= MIN_PROMPTS:
-        what = f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected"
-        return numbers, Alarm("acceptance_below_expected", what, *BELOW_EXPECTED, numbers)
+        return numbers, Alarm(
+            "acceptance_below_expected",
+            f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected",
+            "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
+            "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: low at position 1 means wrong weights or "
+            "layers, low later only the autoregressive loop; resume from the last checkpoint, or raise drafter.alarms.tolerance",
+            numbers,
+        )
     return numbers, None
 
 
