@@ -19,7 +19,6 @@ from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions, Window
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.prompts import PromptOrder
-from cotrain.weights.versions import CurrentWeights
 from tests.cotrain.loop.simulated_ray import Cluster, Reference
 
 P, SAMPLES, NUM_PROMPTS = 4, 2, 40
@@ -89,8 +88,7 @@ class Stream:
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
         self.engines = Engines(self.reactor)
         self.events = RowFile(folder / "stream.jsonl")
-        current = CurrentWeights(Versions(0, 0))
-        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None, current)  # type: ignore[arg-type]
+        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None, None)  # type: ignore[arg-type]
         self.producer = Producer(self.config, self.roles, prompts, self.events, served, saved)
         self.prompts = prompts
         self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
