@@ -322,24 +322,18 @@ class DrafterTrainer:
         return frozen
 
     def _read(self, features: Sequence[str | FeatureRecord]) -> list[FeatureRecord]:
-        """Return all records. The files of shards are deleted when all are whole."""
-        records: list[FeatureRecord] = []
-        for one in features:
-            records += [one] if isinstance(one, FeatureRecord) else self._read_shard(one)
-        for one in features:
-            if isinstance(one, str):
-                Path(one).unlink()
-        return records
-
-    def _read_shard(self, shard: str) -> list[FeatureRecord]:
-        records = read_shard(shard)
-        for record in records:
-            for name, theirs, known in (
-                ("policy version", record.policy_version, sorted(self.target_weights)),
-                ("aux layers", record.aux_layers, [self.drafter.serving.aux_layers]),
-            ):
-                if theirs not in known:
-                    raise ValueError(
-                        f"features that cannot be trained on: {shard} has {name} {theirs}, the trainer knows {known}"
-                    )
-        return records
+        """Return all records. The files of shards are deleted when all can be trained on."""
+        shards = {one: read_shard(one) for one in features if isinstance(one, str)}
+        known: dict[str, list[Any]] = {
+            "policy version": sorted(self.target_weights),
+            "aux layers": [self.drafter.serving.aux_layers],
+        }
+        for shard, record in ((shard, record) for shard, records in shards.items() for record in records):
+            theirs = {"policy version": record.policy_version, "aux layers": record.aux_layers}
+            for name in (name for name in known if theirs[name] not in known[name]):
+                raise ValueError(
+                    f"features that cannot be trained on: {shard} has {name} {theirs[name]}, the trainer knows {known[name]}"
+                )
+        for shard in shards:
+            Path(shard).unlink()
+        return [record for one in features for record in (shards[one] if isinstance(one, str) else [one])]
