@@ -72,13 +72,8 @@ class Publisher:
         self, spec: PublisherSpec, trainer: Trainer, engines: Engines, scratch: Path, current: CurrentWeights
     ) -> None:
         """scratch: a folder for weights on their way. current: what the engines serve."""
-        self._spec, self._trainer, self._engines, self._scratch, self._current = (
-            spec,
-            trainer,
-            engines,
-            scratch,
-            current,
-        )
+        self._spec, self._trainer, self._engines = spec, trainer, engines
+        self._scratch, self._current = scratch, current
         self.serving = Publication(last_good=current.versions.drafter)
         self.mode: str | None = None
         """Note on every step line once alarms have switched speculation off; None before."""

@@ -17,11 +17,7 @@ PREFIXES = ["rollout/", "rollout/previous_"]
 
 
 def rollout_metrics(
-    rollouts: list[ScoredRollout],
-    window: RolloutBatch,
-    drafter_version: int,
-    recomputes: bool,
-    num_engines: int = 1,
+    rollouts: list[ScoredRollout], window: RolloutBatch, drafter_version: int, recomputes: bool, num_engines: int = 1
 ) -> dict[str, float]:
     """Reward, length and acceptance come from the rollouts trained on; speed, feature tap and speculation gain from the window.
 
