@@ -150,17 +150,17 @@ class Intake:
         """
         stamped = Versions.parse(text)
         path = folder.policies / f"{stamped.policy}.safetensors"
-        if (version := self._versions.get(path, -1)) not in self._trainer.policy_versions:
+        if (version := self._versions.get(path, -1)) not in self._trainer.target_weights:
             with path.open("rb") as file:
                 head = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
                 if head not in self.heads:
                     self.heads[head] = max(self.heads.values(), default=-1) + 1
                     self.heads = dict(list(self.heads.items())[-KNOWN_HEADS:])
                 version = self.heads[head]
-                if version not in self._trainer.policy_versions:
+                if version not in self._trainer.target_weights:
                     # By its descriptor: the engine removes old heads, perhaps at this moment.
                     self._trainer.set_target_weights(f"/proc/self/fd/{file.fileno()}", version)
-            known = {p: v for p, v in self._versions.items() if v in self._trainer.policy_versions}
+            known = {p: v for p, v in self._versions.items() if v in self._trainer.target_weights}
             self._versions = known | {path: version}
         return Versions(version, stamped.drafter)
 

@@ -13,22 +13,19 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
-from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.config.sidecar import SidecarConfig
-from cotrain.publish.decision import Outcome
+from cotrain.publish.decision import DrafterEvent, Outcome
+from cotrain.publish.evidence import enough
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import ScoredRollout
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.step_metrics import rollout_metrics
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
-from cotrain.trainer.trainer import DrafterTrainer, FreshScores
 from cotrain.weights.versions import CurrentWeights
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
@@ -58,17 +55,6 @@ def serve(
         return prepared.spool.verdicts(), left_out
 
 
-class _Trainer:
-    """The trainer as the publisher calls it, where the features of a batch have been read already."""
-
-    def __init__(self, trainer: DrafterTrainer):
-        self._trainer, self.publish, self.write_payload = trainer, trainer.publish, trainer.write_payload
-
-    def take_in(self, shards: list[Any], *args: Any) -> tuple[FreshScores, dict[str, float]]:
-        metrics = self._trainer.add_records(shards)
-        return self._trainer.score_fresh(*args), metrics
-
-
 class DrafterService:
     """One trainer, and all engines that draft with its drafter."""
 
@@ -85,9 +71,8 @@ class DrafterService:
         # An alarm may end a host's speculation, but never the host.
         drafter = self._config.drafter.model_copy(update={"on_drafter_failure": "continue"})
         spec = PublisherSpec(drafter, MOST_ROUNDS, recomputes=False)
-        self._publisher = Publisher(
-            spec, _Trainer(self._trainer), self._engines, prepared.spool.current.parent, self._current
-        )
+        scratch = prepared.spool.current.parent
+        self._publisher = Publisher(spec, self._trainer, self._engines, scratch, self._current)
         if self._state.drafting is not None:
             self._publisher.load_state(self._state.drafting)
         self._pending: tuple[int, int, Outcome] | None = None  # step, version to go back to, and what was decided
@@ -140,7 +125,7 @@ class DrafterService:
     def _meet(self, host: str, dtype: Any) -> None:
         """Begin to work with an engine: send it the drafter that serves, if it started with another one."""
         self._tracker.set_tags({"host": host})
-        self._trainer.serving_dtype = getattr(torch, str(dtype), self._trainer.serving_dtype)
+        self._trainer.serve_as(str(dtype))
         if self._inherits or self._engines.version != self._current.versions.drafter:
             self._inherits = False
             self._send(self._current.versions.drafter)
@@ -178,8 +163,7 @@ class DrafterService:
             self._prepared.spool.abandon()  # engines tap nothing any more
         rollouts = [rollout for rollout, _ in self._intake.waiting]
         ratio = sum(record.num_tokens for _, record in self._intake.waiting) / self._config.drafter.batch_tokens
-        enough = len(rollouts) >= MIN_ROLLOUTS and len({rollout.prompt_id for rollout in rollouts}) >= MIN_PROMPTS
-        return ratio >= (1 if enough else LARGE_ROUND)
+        return ratio >= (1 if enough([rollout.prompt_id for rollout in rollouts]) else LARGE_ROUND)
 
     def _round(self) -> None:
         publisher, batch, step = self._publisher, self._intake.take(), self._state.step + 1
