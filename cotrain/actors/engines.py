@@ -11,7 +11,8 @@ from cotrain.acceptance_stats import total_counts
 from cotrain.actors.policy import EngineClient, Policy
 from cotrain.config.schema import RunConfig
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.engine import RolloutEngine, import_vllm
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.processes import import_vllm
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import Reply, begin
 from cotrain.process.children import Actor
@@ -249,7 +250,7 @@ class RolloutEngines:
         sent = self._learner is not None
         returned, num_bytes = self._send_policy(keep_kv) if sent else ([], payload.num_bytes)
         calls = {
-            engine: begin(self._actors[engine], RolloutEngine.update_policy, here, policy_version, keep_kv, sent)
+            engine: begin(self._actors[engine], RolloutEngine.update_policy, here, policy_version, keep_kv)
             for engine, here in self._brought(payload).items()
         }
         reports, refusal = self._results(calls, UPDATE_SECONDS)
