@@ -31,7 +31,7 @@ class Fixed:
     def __init__(self, num_speculative_tokens: int):
         self._lengths = [num_speculative_tokens] * (MAX_BATCH + 1)
 
-    def draft_lengths(self, now: float) -> Sequence[int]:
+    def choose(self, now: float) -> Sequence[int]:
         return self._lengths
 
     def observe(self, *step: Any) -> None:

@@ -106,7 +106,6 @@ class EngineProcesses:
             return await self._engine.engine_core.call_utility_async(*call)
 
 
-@functools.cache
 def import_vllm() -> None:
     """Import vLLM, which takes seconds, and on a CPU let its engine cores be forked."""
     import vllm.v1.engine.async_llm  # noqa: F401

@@ -209,10 +209,11 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
     requests = make_requests(8, seed=41)
     engine = historian.engine
     rows = historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
-    of_drafter = {(k, batch): seconds for k, batch, seconds, *_ in rows}
-    plan = Plan(*historian.run(engine.in_scheduler(DraftLengths.plan, 1)))
+    size = int(rows[0][1])  # a busy machine may not come to the others
+    of_drafter = {k: seconds for k, batch, seconds, *_ in rows if batch == size}
+    plan = Plan(*historian.run(engine.in_scheduler(DraftLengths.plan, size)))
     assert plan.ratios is not None
-    assert plan.ratios[3] < of_drafter[3, 1] / of_drafter[0, 1], "three passes of the drafter are left out"
+    assert plan.ratios[3] < of_drafter[3] / of_drafter[0], "three passes of the drafter are left out"
     for _ in range(2):
         historian.greedy(requests, tap=False)
 
