@@ -95,7 +95,7 @@ class RolloutEngines(Replicas):
         return self.begin(engine, RolloutEngine.generate, requests, tap).reference
 
     def take_windows(self) -> dict[int, Window]:
-        """Return what the speculation controller of each engine has seen since the last call."""
+        """Return what the steps of each engine since the last call did, and what speculation gained."""
         return self.call_all(RolloutEngine.take_window)
 
     # -- history -----------------------------------------------------------------------------------------------------

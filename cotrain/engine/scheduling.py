@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from cotrain.engine.interface import attach, attached
-from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
+from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.process.children import follow_parent
 
 
@@ -19,6 +19,9 @@ class WatchedScheduler:
     DraftLengths sees each step and chooses draft lengths up to the configured one. vLLM looks the draft length up in
     dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
     """
+
+    cotrain_from_history: frozenset[str] = frozenset()
+    """Requests whose next drafts to be verified come from history."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -50,12 +53,12 @@ class WatchedScheduler:
         self.dynamic_sd_lookup = self.draft_lengths.choose(time.perf_counter())
 
     def cotrain_stamp(self, output: Any) -> object:
-        """Return the record that a SchedulerOutput carries: what the worker has to know of the step."""
-        return None
+        """Return the record that a SchedulerOutput carries: what the worker, which knows each request's match, needs."""
+        return self.draft_lengths.plan(max(1, len(output.num_scheduled_tokens)))
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
         """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
-        self.draft_lengths.observe(step_of(output, sampled))
+        self.draft_lengths.observe(step_of(output, sampled, self.cotrain_from_history))
 
     def cotrain_pause(self) -> None:
         """Note that the next step does not follow at once."""
@@ -65,16 +68,9 @@ class WatchedScheduler:
 class DraftLengthScheduler(WatchedScheduler, Scheduler):
     """vLLM's synchronous scheduler, watched. It lives in the engine core, a process of its own."""
 
-    cotrain_from_history: frozenset[str] = frozenset()
-    """Requests whose next drafts to be verified come from history."""
-
     def cotrain_start(self) -> None:
         follow_parent()
         super().cotrain_start()
-
-    def cotrain_stamp(self, output: Any) -> Plan:
-        # HistoryDrafting reads it in the worker, which knows each request's match.
-        return self.draft_lengths.plan(max(1, len(output.num_scheduled_tokens)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         proposer, requests = attached(draft_token_ids), frozenset(draft_token_ids.req_ids)
@@ -84,9 +80,6 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
         if proposer == "history":
             self.cotrain_from_history |= requests
         super().update_draft_token_ids(draft_token_ids)
-
-    def cotrain_observe(self, output: Any, sampled: Any) -> None:
-        self.draft_lengths.observe(step_of(output, sampled, self.cotrain_from_history))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         marked = self.cotrain_from_history.intersection(verified(scheduler_output, model_runner_output))
