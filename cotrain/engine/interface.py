@@ -75,20 +75,6 @@ SIDECAR_OF_RUNNER = {
 }
 """The same for each model runner: False is V1, True is V2. Where "..." stands, other parameters may follow."""
 
-WRAPPED_ON_CPU = {
-    f"{KERNELS}:_rebind_kernels": "overrides",
-    f"{SAMPLING}:expand_batch_to_tokens": "x cu_num_tokens num_tokens replace_from replace_to",
-    f"{SAMPLING}:sample_recovered_tokens": "max_spec_len num_draft_tokens cu_num_draft_tokens draft_token_ids "
-    "draft_probs target_probs sampling_metadata device use_fp64_gumbel",
-    f"{RUNNER}.sample_tokens": "self grammar_output",
-    f"{PROPOSER}._sample_draft_tokens": "self hidden_states sampling_metadata",
-    f"{DRAFTING}:empty_exponential_noise_like": "probs use_fp64_gumbel",
-    f"{DRAFTING}:sample_with_exponential_noise": "probs q",
-    f"{MOE_METHOD}._setup_kernel": "self layer w13 w2",
-    f"{LINEAR_ATTENTION}:_spec_forward": "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width "
-    "state_len",
-}
-
 
 def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     """Replace a function of a module, class or object by `hook`, once. `hook` gets the original as its first argument."""
@@ -111,10 +97,7 @@ def attached(carrier: Any) -> Any:
 
 def moved() -> list[str]:
     """Return what is not as in KNOWN_VERSION: what was expected and what is there. Imports vLLM, which takes 6 s."""
-    from vllm.platforms import current_platform
-
-    table = WRAPPED | (WRAPPED_ON_CPU if current_platform.is_cpu() else {})
-    return _differences(table, {path: _installed_parameters(path) for path in table})
+    return _differences(WRAPPED, {path: _installed_parameters(path) for path in WRAPPED})
 
 
 def moved_in(sources: Path, table: dict[str, str]) -> list[str]:

@@ -11,17 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from cotrain.engine.cpu import PATCHES
 from cotrain.engine.host.adoption import HOST_HAS_SET
 from cotrain.engine.interface import (
+    DRAFTING,
+    KERNELS,
+    LINEAR_ATTENTION,
+    MOE_METHOD,
     PROPOSER,
     RUNNER,
     RUNNER_V2,
+    SAMPLING,
     SCHEDULER,
     SIDECAR,
     SIDECAR_OF_RUNNER,
     SIDECAR_VERSIONS,
     SPECULATOR_TAKES,
-    WRAPPED_ON_CPU,
     moved_in,
     parameters_in,
 )
@@ -70,6 +75,22 @@ READ = {
     "vllm.v1.outputs:DraftTokenIds": "draft_token_ids",
 }
 """Names that the sidecar reads or passes, by the class or function that has them."""
+
+
+CORRECTED = {
+    f"{KERNELS}:_rebind_kernels": "overrides",
+    f"{SAMPLING}:expand_batch_to_tokens": "x cu_num_tokens num_tokens replace_from replace_to",
+    f"{SAMPLING}:sample_recovered_tokens": "max_spec_len num_draft_tokens cu_num_draft_tokens draft_token_ids "
+    "draft_probs target_probs sampling_metadata device use_fp64_gumbel",
+    f"{RUNNER}.sample_tokens": "self grammar_output",
+    f"{PROPOSER}._sample_draft_tokens": "self hidden_states sampling_metadata",
+    f"{DRAFTING}:empty_exponential_noise_like": "probs use_fp64_gumbel",
+    f"{DRAFTING}:sample_with_exponential_noise": "probs q",
+    f"{MOE_METHOD}._setup_kernel": "self layer w13 w2",
+    f"{LINEAR_ATTENTION}:_spec_forward": "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width "
+    "state_len",
+}
+"""Functions that corrections of the CPU build replace, with all their parameters in order."""
 
 
 @functools.cache
@@ -128,8 +149,9 @@ def test_every_name_that_is_read_is_there(version: str) -> None:
 
 @pytest.mark.parametrize("version", SIDECAR_VERSIONS)
 def test_corrections_of_the_cpu_build_replace_what_they_know_or_nothing(version: str) -> None:
-    found = {path: parameters_in(SOURCES / version, path) for path in WRAPPED_ON_CPU}
-    differing = {path for path, names in found.items() if names is not None and names != WRAPPED_ON_CPU[path]}
+    found = {path: parameters_in(SOURCES / version, path) for path in CORRECTED}
+    assert CORRECTED.keys() == {f"{owner}{'.' if ':' in owner else ':'}{name}" for owner, name in PATCHES.values()}
+    differing = {path for path, names in found.items() if names is not None and names != CORRECTED[path]}
     assert differing == set()
     missing = {path.partition(":")[2] for path, names in found.items() if names is None}
     imported = {"empty_exponential_noise_like", "sample_with_exponential_noise"}  # into the module that is corrected

@@ -12,20 +12,14 @@ def test_the_installed_vllm_is_the_one_that_is_known() -> None:
     assert interface.moved() == []
 
 
-def test_every_function_that_a_patch_replaces_is_known() -> None:
-    places = {f"{owner}{'.' if ':' in owner else ':'}{name}" for owner, name in cpu.PATCHES.values()}
-    assert places == interface.WRAPPED_ON_CPU.keys()
-
-
-@pytest.mark.parametrize("table", ["WRAPPED", "WRAPPED_ON_CPU"])
-def test_each_entry_would_be_missed(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = getattr(interface, table)
+def test_each_entry_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = interface.WRAPPED
     assert entries
     for path, names in entries.items():
         owner, _, last = path.rpartition("." if "." in path.partition(":")[2] else ":")
-        monkeypatch.setattr(interface, table, {f"{owner}{path[len(owner)]}no_{last}": names})
+        monkeypatch.setattr(interface, "WRAPPED", {f"{owner}{path[len(owner)]}no_{last}": names})
         assert interface.moved() == [f"{owner}{path[len(owner)]}no_{last} is missing"]
-        monkeypatch.setattr(interface, table, {path: f"{names} no_such_name".strip()})
+        monkeypatch.setattr(interface, "WRAPPED", {path: f"{names} no_such_name".strip()})
         (problem,) = interface.moved()
         assert problem.startswith(path) and "no_such_name" in problem
 
