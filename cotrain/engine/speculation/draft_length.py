@@ -186,7 +186,7 @@ class DraftLengths:
         if length is not None:
             return [length] * (len(self._chosen) + 1)
         more = self._learns and bool(self._probes)
-        return [0, *np.minimum(self._chosen + more, self.max_speculative_tokens).tolist()]
+        return [0, *np.minimum(np.add(self._chosen, more), self.max_speculative_tokens).tolist()]
 
     def plan(self, batch: int) -> Plan:
         """Return the plan of the step that has begun, with so many requests."""
