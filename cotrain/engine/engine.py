@@ -135,15 +135,14 @@ class RolloutEngine(UpdatableEngine):
                 await self.in_scheduler(DraftLengths.begin)
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
-        rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
-        of_request = dict(zip(named, rollouts, strict=True))
-        features, stats = await self._take_features(tapped, {name: of_request[name] for name in tapped})
+        rollouts = {n: self._rollout(r, output) for (n, r), output in zip(named.items(), outputs, strict=True)}
+        features, stats = await self._take_features(tapped, {name: rollouts[name] for name in tapped})
         return RolloutBatch(
-            rollouts=rollouts,
+            rollouts=list(rollouts.values()),
             features=features,
-            speculation=total_counts(r.speculation for r in rollouts),
+            speculation=total_counts(r.speculation for r in rollouts.values()),
             seconds=seconds,
-            num_generated_tokens=sum(len(r.token_ids) for r in rollouts),
+            num_generated_tokens=sum(len(r.token_ids) for r in rollouts.values()),
             feature_stats=stats,
         )
 
