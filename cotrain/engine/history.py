@@ -87,8 +87,9 @@ class HistoryDrafting:
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
         self._learn(plan, scheduler_output.scheduled_spec_decode_tokens, dict(zip(request_ids, texts, strict=True)))
-        greedy = [sampling_metadata.all_greedy or not self.draws] * len(texts)
-        if not greedy[0] and not sampling_metadata.all_random:
+        draws = self.draws and not sampling_metadata.all_greedy
+        greedy = [not draws] * len(texts)
+        if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
         drafts = self._drafts(plan, request_ids, texts, greedy, scheduler_output.num_spec_tokens_to_schedule)
         self._proposer = "" if drafts is None else "history"
