@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.engine.speculation.draft_length import SpeculationController
+from cotrain.engine.speculation.draft_length import DraftLengths
 from tests.cotrain.engine import simulated_engine
 from tests.cotrain.engine.simulated_engine import BAD, COLLAPSED, GOOD, K, Shape, SimulatedEngine, Tally
 
@@ -31,7 +31,7 @@ class Fixed:
     def __init__(self, num_speculative_tokens: int):
         self._lengths = [num_speculative_tokens] * (MAX_BATCH + 1)
 
-    def draft_lengths(self, now: float) -> Sequence[int]:
+    def choose(self, now: float) -> Sequence[int]:
         return self._lengths
 
     def observe(self, *step: Any) -> None:
@@ -104,7 +104,7 @@ def main(rules: dict[str, Callable[[], Any]] | None = None) -> int:
     parser.add_argument("--shape", choices=("CPU", "GPU"), default="CPU")
     args = parser.parse_args()
     shape = getattr(simulated_engine, args.shape)
-    rules = rules or {"chosen": lambda: SpeculationController(K, MAX_BATCH)}
+    rules = rules or {"chosen": lambda: DraftLengths(K, MAX_BATCH)}
     print(f"| drafter, requests at once | best fixed k | {' | '.join(rules)} |")
     print("|---|---|" + "---|" * len(rules))
     for cell in cells():

@@ -48,7 +48,7 @@ def prepared(batch: int) -> tuple[Any, HistoryDrafting]:
     )
     runner.discard_request_mask = SimpleNamespace(np=np.zeros(batch, bool))
     runner.propose_draft_token_ids = runner.take_draft_token_ids = None
-    history = HistoryDrafting(runner, SuffixIndex(2**26), is_alone=True, draws=True)
+    history = HistoryDrafting(runner, SuffixIndex(2**26), draws=True)
     for _ in range(SAMPLES):
         history.add([(prompt, chain(rng, successors, LENGTH)) for prompt in prompts])
     return runner, history
@@ -63,7 +63,7 @@ def milliseconds(batch: int, pays: bool) -> float:
         runner.input_batch.num_tokens_no_spec[:] = length = PROMPT + 1 + step % (LENGTH - 1)
         sampled = runner.input_batch.token_ids_cpu[:, length - 1 : length].tolist()
         output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={})
-        attach(output, Plan("", {"history": [1.0, 1.2, 1.4]}, False))
+        attach(output, Plan("", [1.0, 1.2, 1.4], 0, 1.0, ""))
         started = time.perf_counter()
         runner.propose_draft_token_ids(output, sampled, sampling)
         seconds.append(time.perf_counter() - started)

@@ -136,7 +136,7 @@ def probability_of(token: int, draft: Any) -> float:
     if not len(draft.tokens):
         return 0.0
     known = draft.supports[0, : draft.sizes[0]] == token
-    return float(draft.laws[0, : draft.sizes[0]][known].sum())
+    return float(draft.distribution(0)[1][known].sum())
 
 
 def length(group: list[np.ndarray], k: int) -> float:

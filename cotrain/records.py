@@ -216,7 +216,7 @@ class StepTotal(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What the speculation controller of an engine has seen since the last window."""
+    """What the steps of an engine since the last window did, and what speculation gained."""
 
     gain: GainReport | None
     """None while the draft length is fixed."""

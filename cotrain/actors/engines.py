@@ -95,7 +95,7 @@ class RolloutEngines(Replicas):
         return self.begin(engine, RolloutEngine.generate, requests, tap).reference
 
     def take_windows(self) -> dict[int, Window]:
-        """Return what the speculation controller of each engine has seen since the last call."""
+        """Return what the steps of each engine since the last call did, and what speculation gained."""
         return self.call_all(RolloutEngine.take_window)
 
     # -- history -----------------------------------------------------------------------------------------------------
@@ -128,11 +128,10 @@ class RolloutEngines(Replicas):
 
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
-        sent = self._transfer is not None
         returned, num_bytes = self._send_policy(self._transfer, keep_kv) if self._transfer else ([], payload.num_bytes)
         update, begin = RolloutEngine.update_policy, self.begin
         here = self._brought(payload)
-        calls = {engine: begin(engine, update, its, policy_version, keep_kv, sent) for engine, its in here.items()}
+        calls = {engine: begin(engine, update, its, policy_version, keep_kv) for engine, its in here.items()}
         reports, refusal = self.results(calls, UPDATE_SECONDS)
         if refusal is not None:
             raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")

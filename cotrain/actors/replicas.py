@@ -9,7 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cotrain.config.schema import RunConfig
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.engine import RolloutEngine, import_vllm
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.processes import import_vllm
 from cotrain.process.calls import Reply, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster, temporary_files

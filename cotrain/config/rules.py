@@ -23,7 +23,7 @@ OWNED_VLLM_ARGUMENTS = {
 """vLLM arguments that cotrain sets itself, and what to do instead."""
 
 
-BYTES_PER_TOKEN = 24
+BYTES_PER_TOKEN = 20
 """Bytes per token of the index of rollouts, as in drafters/suffix/index.py, which is not imported here because it needs numba."""
 
 

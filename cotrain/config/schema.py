@@ -107,7 +107,7 @@ class SpeculationConfig(Section):
     """What proposes draft tokens, and how many of them, up to rollout.num_speculative_tokens."""
 
     proposers: tuple[Annotated[DrafterProposer | SuffixProposer, Field(discriminator="type")], ...] = ()
-    """Proposers of draft tokens, chosen for each request and step by measured acceptance. Default: the drafter alone."""
+    """Proposers of draft tokens, chosen for each step by measured speed. Default: the drafter alone."""
     adaptive: bool = True
     """Choose the draft length, 0 included, while running: for each batch size, or for each request where an index of rollouts
     proposes. False always drafts num_speculative_tokens."""

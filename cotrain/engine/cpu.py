@@ -247,7 +247,7 @@ PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
 def apply_patches() -> None:
     """Apply the patches that this platform needs.
 
-    Raises RuntimeError for a vLLM that is not supported, and for one in which a function or attribute that we need has moved.
+    Raises RuntimeError for a vLLM that is not supported, and for one in which a function that we replace has moved.
     """
     from vllm import __version__
 

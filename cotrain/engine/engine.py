@@ -1,28 +1,26 @@
 """One rollout engine: vLLM's asynchronous engine with speculation, feature tap and weight updates.
 
-A plain asynchronous class; `actors/engines.py` makes it a Ray actor. Its process environment comes from
-`threads.engine_environment` and must be set before vLLM is imported, which is why vLLM is imported in `start`.
+A plain asynchronous class; `actors/engines.py` makes it a Ray actor. `processes.py` has the start and the calls into vLLM,
+and `updates.py` the updates of weights.
 """
 
 import asyncio
-import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import Container, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from cotrain.acceptance_stats import counts_of_steps, drafter_starts, total_counts
-from cotrain.config.lossless_guard import environment_problems
-from cotrain.engine.arguments import EngineSpec, engine_arguments
+from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine_death import death_in_words
-from cotrain.engine.speculation.draft_length import SpeculationController
-from cotrain.engine.speculation.measurement import MEASURE_ROUNDS, MEASURE_TRIES, measured_sizes, room_for
+from cotrain.engine.processes import PARTIAL
+from cotrain.engine.speculation.draft_length import DraftLengths
+from cotrain.engine.speculation.measurement import MEASURE_ROUNDS, measured_sizes, room_for
 from cotrain.engine.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
+from cotrain.engine.updates import UpdatableEngine
 from cotrain.engine.worker import EngineWorker
-from cotrain.process.failures import RunFailure
 from cotrain.records import (
     GainReport,
     Rollout,
@@ -30,62 +28,24 @@ from cotrain.records import (
     RolloutRequest,
     Segment,
     StepTotal,
-    SwapReport,
     Versions,
-    WeightPayload,
     Window,
 )
-from cotrain.weights.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 from drafters.base import SamplingParams
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 TIMED_PROMPT_TOKENS = 32
 """Last tokens of each prompt that timed requests begin with. Prefilling more would take most of the time."""
 
-PARTIAL = ".partial"
-"""Ending of a shard's name until the worker has answered. If the engine dies before, nobody else knows of the shard."""
 
-
-class RolloutEngine:
+class RolloutEngine(UpdatableEngine):
     """Generates rollouts and takes weight updates. Calls may overlap: each has its own requests, tap and counts."""
 
     def __init__(self, spec: EngineSpec):
-        self.spec = spec
-        self.versions = spec.versions
+        super().__init__(spec)
         self.decode_seconds = 0.0
         """Seconds of the last `generate` from when every request had its first token to the last token of all."""
-        self._engine: Any = None
-        self._chooses = False  # is the draft length chosen by the engine's speculation controller?
+        self._chooses = False  # does DraftLengths choose the draft length?
         self._batches = self._tapped_bytes = 0
-        self._salt: dict[str, str] = {}  # keeps requests from reusing cached prefixes of an older policy version
-        self._pausing = asyncio.Lock()  # vLLM does not count pauses: a second pause would end with the first resume
-        self._hold, self._held_since = AsyncExitStack(), 0.0  # the pause for the policy's weights, and when it began
-        self._before = spec.versions  # the versions before the last update of the drafter
-
-    async def start(self) -> None:
-        """Load the model. Until `time_draft_lengths`, every step drafts rollout.num_speculative_tokens.
-
-        Raises ValueError that names an environment variable which may change what is generated with speculation.
-        """
-        Path(self.spec.scratch).mkdir(parents=True, exist_ok=True)
-        for left_by_a_dead_engine in Path(self.spec.scratch).glob(f"*{PARTIAL}"):
-            left_by_a_dead_engine.unlink()
-        if self.spec.speculates:
-            _check_environment()
-
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
-        history, has_drafter = self.spec.rollout.history, self.spec.drafter_folder is not None
-        draws = self.spec.rollout.draft_sample_method == "probabilistic"
-        index = None if history is None else (history.max_bytes, draws)
-        await self.on_workers(EngineWorker.start, self.spec.scratch, has_drafter, index)
-        if history is not None:  # requests that draft from history leave gaps in what the drafter has read
-            await self.on_workers(EngineWorker.read_prompts, True)
-        await self._stamp(self.versions)
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
@@ -93,7 +53,7 @@ class RolloutEngine:
         """Measure engine steps at all draft lengths; from then on the engine uses the draft length that is fastest.
 
         prompts: token ids of typical requests, at least one. Returns a row for each draft length and batch size that was
-        measured, see SpeculationController.end_measuring. There are no rows, and the draft length stays fixed, when the engine
+        measured, see DraftLengths.end_measuring. There are no rows, and the draft length stays fixed, when the engine
         does not choose it (EngineSpec.chooses_length) or when rollouts are too short to measure any.
         """
         rollout = self.spec.rollout
@@ -107,12 +67,9 @@ class RolloutEngine:
         proposers += ["history"] if rollout.history is not None else []
         tables: list[list[list[float]]] = []
         for proposer in proposers:
-            await self.in_scheduler(SpeculationController.begin_measuring, proposer)
-            for _ in range(MEASURE_TRIES):
-                await self._time_batches(timed, sampling, rollout.speculation.measure_seconds / len(proposers))
-                if not await self.in_scheduler(SpeculationController.contradicts):
-                    break
-            tables.append(await self.in_scheduler(SpeculationController.end_measuring))
+            await self.in_scheduler(DraftLengths.begin_measuring, proposer)
+            await self._time_batches(timed, sampling, rollout.speculation.measure_seconds / len(proposers))
+            tables.append(await self.in_scheduler(DraftLengths.end_measuring))
         await self.set_num_speculative_tokens(None)
         return tables[0]
 
@@ -128,7 +85,7 @@ class RolloutEngine:
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Set the draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
 
-        None lets the controller choose again; without rollout.speculation.adaptive, and before `time_draft_lengths`, it restores
+        None chooses again; without rollout.speculation.adaptive, and before `time_draft_lengths`, it restores
         rollout.num_speculative_tokens. At a fixed 0 the drafter does not read prompts either, so later drafts are poor for
         those requests and for others that share their cached prefix. Raises ValueError for a length out of range.
         """
@@ -137,7 +94,7 @@ class RolloutEngine:
             raise ValueError(f"draft tokens must be 0..{most}, not {num_speculative_tokens}")
         if not self.spec.speculates:
             return
-        fix = SpeculationController.fix_num_speculative_tokens
+        fix = DraftLengths.fix_num_speculative_tokens
         self._chooses = await self.in_scheduler(fix, num_speculative_tokens)
         # A request for which the drafter proposes nothing now may be drafted for later.
         has_history = self.spec.rollout.history is not None
@@ -147,7 +104,7 @@ class RolloutEngine:
         """The draft lengths in use, and why."""
         if not self.spec.speculates:
             return "off: nothing proposes draft tokens"
-        return await self.in_scheduler(SpeculationController.describe)
+        return await self.in_scheduler(DraftLengths.describe)
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -156,8 +113,8 @@ class RolloutEngine:
 
         Rollouts carry the versions that generated their tokens, which may change while they run.
         tap: record and return hidden states of as many rollouts as fit into rollout.features.max_bytes at their greatest length.
-        overrides: sampling parameters of this call (greedy checks, bench). The speculation controller learns nothing until such
-        a call ends, so only calls with overrides may overlap it. The history index learns from it all the same.
+        overrides: sampling parameters of this call (greedy checks, bench). Nothing about acceptance is learnt until such a call
+        ends, so only calls with overrides may overlap it. The history index learns from it all the same.
         """
         named = self._named(requests)
         tapped: dict[str, TapRequest] = {}
@@ -168,31 +125,30 @@ class RolloutEngine:
             }
             tapped = await self._tap(known)
         if overrides:
-            await self.in_scheduler(SpeculationController.begin, False)
+            await self.in_scheduler(DraftLengths.begin, False)
         started = time.perf_counter()
         try:
             outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
         finally:
             seconds = time.perf_counter() - started
             if overrides:
-                await self.in_scheduler(SpeculationController.begin)
+                await self.in_scheduler(DraftLengths.begin)
         times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
-        rollouts = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
-        of_request = dict(zip(named, rollouts, strict=True))
-        features, stats = await self._take_features(tapped, {name: of_request[name] for name in tapped})
+        rollouts = {n: self._rollout(r, output) for (n, r), output in zip(named.items(), outputs, strict=True)}
+        features, stats = await self._take_features(tapped, {name: rollouts[name] for name in tapped})
         return RolloutBatch(
-            rollouts=rollouts,
+            rollouts=list(rollouts.values()),
             features=features,
-            speculation=total_counts(r.speculation for r in rollouts),
+            speculation=total_counts(r.speculation for r in rollouts.values()),
             seconds=seconds,
-            num_generated_tokens=sum(len(r.token_ids) for r in rollouts),
+            num_generated_tokens=sum(len(r.token_ids) for r in rollouts.values()),
             feature_stats=stats,
         )
 
     async def take_window(self) -> Window:
-        """Return what the speculation controller has seen since the last call."""
-        report = await self.in_scheduler(SpeculationController.report)
+        """Return what the engine steps since the last call did, and what speculation gained."""
+        report = await self.in_scheduler(DraftLengths.report)
         gain = GainReport(**report["gain"]) if self._chooses else None
         return Window(gain, [StepTotal(*row) for row in report["steps"]])
 
@@ -256,16 +212,6 @@ class RolloutEngine:
                     own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
                     queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
             return await asyncio.gather(*(finished(name, queue) for name, queue in zip(requests, queues, strict=True)))
-
-    @asynccontextmanager
-    async def _paused(self, clear_cache: bool) -> AsyncIterator[None]:
-        """Keep the engine from making steps in the body. Requests in flight stay; clear_cache: they are computed again."""
-        async with self._pausing:
-            await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
-            try:
-                yield
-            finally:
-                await self._engine.resume_generation()
 
     def _sampling(self, request: RolloutRequest, overrides: dict[str, Any]) -> Any:
         import vllm
@@ -338,86 +284,7 @@ class RolloutEngine:
             os.replace(f"{path}{PARTIAL}", path)
         return ([path] if stats["num_rollouts"] else []), stats
 
-    # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def hold(self, keep_kv: bool) -> None:
-        """Make no step until the next `update_policy`. The learner sends the weights meanwhile. keep_kv: see there."""
-        self._held_since = time.perf_counter()
-        async with death_in_words(self._engine):
-            await self._hold.enter_async_context(self._paused(not keep_kv))
-
-    async def update_policy(
-        self, payload: WeightPayload, policy_version: int, keep_kv: bool = False, sent: bool = False
-    ) -> SwapReport:
-        """Serve new policy weights. Requests in flight are preempted and computed again with the new weights.
-
-        keep_kv: requests in flight continue on the KV cache of the previous policy instead. sent: the learner has sent the weights
-        since `hold`, and what is served is only compared with those of the payload. Raises WeightUpdateRefused with the worker's
-        reason, and the old weights stay. Raises RunFailure when it is not known which weights are served.
-        """
-        if policy_version < self.versions.policy:
-            raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
-        if not sent:
-            await self.hold(keep_kv)
-        async with death_in_words(self._engine), self._hold.pop_all():
-            call = self.on_workers(EngineWorker.update_policy, payload.path, payload.digests, policy_version, sent)
-            await self._weights(call)
-            # Still paused, so that the first token after the pause carries the new version.
-            await self._stamp(Versions(policy_version, self.versions.drafter))
-            self._salt = {"cache_salt": str(policy_version)} if keep_kv else {}
-        return SwapReport(time.perf_counter() - self._held_since, payload.num_bytes)
-
-    async def update_drafter(
-        self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
-    ) -> SwapReport:
-        """Serve new drafter weights, mid-generation if need be. Caches stay, because they never decide a token.
-
-        expected_rates: by draft position, as far as known, the share of verification steps that are expected to accept it and all
-        before it; the speculation controller starts from them. Raises WeightUpdateRefused and RunFailure like `update_policy`.
-        """
-        if drafter_version < self.versions.drafter:
-            raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
-        started = time.perf_counter()
-        rates = None if expected_rates is None else list(expected_rates)
-        await self._weights(self.on_workers(EngineWorker.update_drafter, payload.path, payload.digests, rates))
-        self._before = self.versions
-        await self._stamp(Versions(self.versions.policy, drafter_version))
-        await self.in_scheduler(SpeculationController.new_drafter, rates)
-        return SwapReport(time.perf_counter() - started, payload.num_bytes)
-
-    async def check_drafter(self, payload: WeightPayload) -> None:
-        """Raise WeightUpdateRefused if `update_drafter` would refuse these weights. What is served does not change."""
-        await self._weights(self.on_workers(EngineWorker.check_drafter, payload.path, payload.digests))
-
-    async def undo_drafter_update(self) -> None:
-        """Return to the drafter weights and version from before the last `update_drafter`. Call it once at most per update."""
-        await self._weights(self.on_workers(EngineWorker.undo_drafter_update))
-        await self._stamp(Versions(self.versions.policy, self._before.drafter))
-        await self.in_scheduler(SpeculationController.new_drafter, None)
-
-    async def _stamp(self, versions: Versions) -> None:
-        """Stamp tokens, and rows of the tap, with these versions from now on."""
-        await self.on_workers(EngineWorker.set_policy_version, versions.policy)
-        async with death_in_words(self._engine):
-            await self._engine.update_weight_version(str(versions))
-        self.versions = versions
-
-    async def _weights(self, call: Coroutine[Any, Any, None]) -> None:
-        """Wait for a call of the workers that checks or changes weights."""
-        try:
-            await call
-        except RunFailure:
-            raise
-        except Exception as error:  # only the text of a worker's exception arrives here
-            if WEIGHTS_UNKNOWN in str(error):
-                raise RunFailure(f"a weight update failed, and {error}") from error
-            raise WeightUpdateRefused(str(error)) from error
-
-    async def served_digests(self, names: list[str], draft: bool) -> dict[str, str]:
-        """Return checksums of the named tensors, read back whole; empty for a tensor that is not served as it was sent."""
-        return await self.on_workers(EngineWorker.served_digests, names, draft)
-
-    # -- history, switches and caches --------------------------------------------------------------------------------
+    # -- history and switches ----------------------------------------------------------------------------------------
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
         """Add finished rollouts, of this engine or of others, to the history that this engine drafts from, if it has one."""
@@ -428,61 +295,3 @@ class RolloutEngine:
     async def set_draft_sample_method(self, method: str) -> None:
         """Draft with this method, greedy or probabilistic, from the next step on."""
         await self.on_workers(EngineWorker.set_draft_sample_method, method)
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
-        async with death_in_words(self._engine):
-            await self._engine.reset_prefix_cache()
-
-    async def clear_drafter_cache(self) -> None:
-        """Forget cached prefixes and the drafter's keys and values, after a drafter that may have computed NaN.
-
-        Requests in flight are preempted and computed again.
-        """
-        async with death_in_words(self._engine), self._paused(True):
-            await self.on_workers(EngineWorker.clear_drafter_cache)
-
-    # -- calls into vLLM's processes, the only places where a method becomes a name -----------------------------------
-
-    async def on_workers(
-        self, method: Callable[Concatenate[EngineWorker, P], T], *args: P.args, **options: P.kwargs
-    ) -> T:
-        """Call a method of EngineWorker on all ranks. Returns the result of rank 0; raises RuntimeError if one failed."""
-        async with death_in_words(self._engine):
-            answers = await self._engine.collective_rpc("cotrain_call", args=(method.__name__, args, options))
-        if errors := dict.fromkeys(error for _, error in answers if error is not None):
-            raise RuntimeError("; ".join(errors))
-        return answers[0][0]
-
-    async def in_scheduler(
-        self, method: Callable[Concatenate[SpeculationController, P], T], *args: P.args, **options: P.kwargs
-    ) -> T:
-        """Call a method of the scheduler's SpeculationController. vLLM can send only plain lists, dictionaries and numbers back."""
-        async with death_in_words(self._engine):
-            call = "cotrain_speculation", method.__name__, list(args), options
-            return await self._engine.engine_core.call_utility_async(*call)
-
-    async def shutdown(self) -> None:
-        """Stop vLLM and all its processes."""
-        if self._engine is not None:
-            # By default vLLM kills its engine core after 5 s, and the core has always used all of them.
-            self._engine.shutdown(timeout=1.0)
-            self._engine = None
-
-
-def import_vllm() -> None:
-    """Import vLLM, which takes seconds, and on a CPU let its engine cores be forked."""
-    import vllm.v1.engine.async_llm  # noqa: F401
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        from cotrain.engine.cpu import fork_engine_core
-
-        fork_engine_core()
-
-
-@functools.cache
-def _check_environment() -> None:
-    """Raise ValueError naming the first variable that is not allowed. Runs once a process, before vLLM sets its own."""
-    for name, reason in environment_problems(os.environ):
-        raise ValueError(f"environment variable {name}: {reason}")

@@ -1,20 +1,17 @@
-"""Drafting from history inside vLLM's model runner (0.32, V1): alone, or beside a drafter with a choice for each request.
+"""Drafting from history inside vLLM's model runner V1: alone, or in turns with a drafter, whichever is faster in a step."""
 
-Like hooks.py, it is for the V1 model runner only. The index imports numba, which is why the worker imports this module
-only after vLLM has started.
-"""
-
+import copy
 from bisect import bisect
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cotrain.engine.interface import attach, attached
-from cotrain.engine.speculation.draft_length import Plan, Proposed
+from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import Choice, ServedAcceptance
 from cotrain.engine.speculation.step_costs import ratio_at
 from drafters.suffix.index import Draft, SuffixIndex, key_of
@@ -22,16 +19,16 @@ from drafters.suffix.index import Draft, SuffixIndex, key_of
 MATCHES = (2, 4, 8, 16)
 """Bounds of the match lengths whose acceptance is counted separately: up to 1 token, 2 or 3, and so on."""
 
-NOTHING = Choice(0, 1.0, 0.0)
+NOTHING = Choice(0, 1.0)
 
 
-class Asked(NamedTuple):
-    """What was drafted for one request, until it is known how much of it was accepted."""
+class Proposal(NamedTuple):
+    """What history proposed for one request, until it is known how much of it was accepted."""
 
-    match: int | None
-    """Class of the match that the draft from the index follows; None for a draft from the drafter."""
+    match: int
+    """Class of the match that the draft follows."""
     num_tokens: int
-    """Draft tokens asked for. The index may have had fewer, which counts as if the others had been rejected."""
+    """Draft tokens that were wanted. The index may have had fewer, which counts as if the others had been rejected."""
     num_drafted: int
 
 
@@ -46,32 +43,25 @@ class Text(NamedTuple):
 
 
 class HistoryDrafting:
-    """Replaces the runner's propose_draft_token_ids, or the hook that has already replaced it.
+    """Replaces the runner's propose_draft_token_ids.
 
-    Which proposer a request gets is decided by the length of its match and by acceptance so far. Both are known before
-    any token of the draft is drawn, so the emitted tokens keep their distribution.
+    In each step all drafts come from history, or all from the drafter, or there are none. That is decided by the lengths of the
+    requests' matches and by acceptance so far. Both are known before any token of a draft is drawn, so the emitted tokens keep
+    their distribution.
     """
 
-    def __init__(self, model_runner: Any, index: SuffixIndex, is_alone: bool, draws: bool):
-        """is_alone: without a drafter, where vLLM takes this for its n-gram look-up. draws: see SuffixIndex.draft; may change."""
-        self.index = index
-        self._plan: Plan = Plan("", None, False)
-        self._runner, self._propose = model_runner, model_runner.propose_draft_token_ids
-        self._take, self._has_passes = model_runner.take_draft_token_ids, not is_alone
-        self._is_alone, self.draws = is_alone, draws
-        longest = model_runner.num_spec_tokens
-        self._of_drafter = ServedAcceptance(longest)
-        self._of_match = [ServedAcceptance(longest) for _ in (*MATCHES, None)]
-        self._asked: dict[str, Asked] = {}
+    def __init__(self, model_runner: Any, index: SuffixIndex, draws: bool, drafter: Callable[..., Any] | None = None):
+        """draws: see SuffixIndex.draft; may change. drafter: takes the arguments of propose_draft_token_ids, and returns drafts of
+        the scheduler output's length. Without one, vLLM takes this object for its look-up of n-grams."""
+        self.index, self.draws = index, draws
+        self._runner, self._drafter = model_runner, drafter
+        self._take, self._proposer = model_runner.take_draft_token_ids, ""
+        self._of_match = [ServedAcceptance(model_runner.num_spec_tokens) for _ in (*MATCHES, None)]
+        self._proposals: dict[str, Proposal] = {}
         self._keys: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
-        self._num_probes = 0
-        model_runner.propose_draft_token_ids = self._hooked
-        model_runner.take_draft_token_ids = self._take_draft_token_ids
-
-    def new_drafter(self, expected_rates: list[float] | None) -> None:
-        """Forget the drafter's acceptance: another one serves. expected_rates: see ServedAcceptance; None if none are known."""
-        self._of_drafter = ServedAcceptance(self._runner.num_spec_tokens, expected_rates or ())
+        model_runner.propose_draft_token_ids = self.propose
+        model_runner.take_draft_token_ids = self.take_draft_token_ids
 
     def add(self, rollouts: list[tuple[list[int], list[int]]]) -> None:
         """Add finished rollouts to the index: the token ids of each prompt and of its response, emitted ones only."""
@@ -84,67 +74,68 @@ class HistoryDrafting:
         state: dict[str, float] = {"history/tokens": self.index.num_tokens, "history/bytes": self.index.num_bytes}
         return {"counts": dict(counts), "state": state}
 
-    def _hooked(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
-        runner, k = self._runner, scheduler_output.num_spec_tokens_to_schedule
-        self._plan = attached(scheduler_output)
+    def take_draft_token_ids(self) -> Any:
+        """Stand in for the runner's take_draft_token_ids: the drafts carry the name of their proposer to the scheduler."""
+        drafts = self._take()
+        if drafts is not None:
+            attach(drafts, self._proposer)
+        return drafts
+
+    def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, *rest: Any) -> Any:
+        """Stand in for the runner's propose_draft_token_ids. Returns a list of draft tokens for each request, or the drafter's."""
+        runner, plan = self._runner, attached(scheduler_output)
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
-        self._learn(scheduler_output, dict(zip(request_ids, texts, strict=True)))
+        self._learn(plan, scheduler_output.scheduled_spec_decode_tokens, dict(zip(request_ids, texts, strict=True)))
         draws = self.draws and not sampling_metadata.all_greedy
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
             greedy = [temperature < 1e-5 for temperature in sampling_metadata.temperature.tolist()]
-        taken, lengths = self._propose_from_history(request_ids, texts, greedy, k)
-        asking = [length for draft, length in zip(taken, lengths, strict=True) if draft is None]
-        of_drafter = self._of_model(scheduler_output, sampled, sampling_metadata, rest, max(asking, default=0))
-        for request, text, draft, length in zip(request_ids, texts, taken, lengths, strict=True):
-            if text.num_new and length and draft is not None:
-                self._asked[request] = Asked(match_class(draft.match), length, min(length, len(draft.tokens)))
-            elif text.num_new and length and not self._is_alone:
-                self._asked[request] = Asked(None, length, length)
-        if not self._is_alone and set(lengths) == {k} and not any(draft is not None for draft in taken):
-            return of_drafter
-        rows = of_drafter.tolist() if torch.is_tensor(of_drafter) else of_drafter or [[]] * len(texts)
-        rows = [
-            (row[:length] if text.num_new else []) if draft is None else draft.tokens[:length].tolist()
-            for row, draft, text, length in zip(rows, taken, texts, lengths, strict=True)
-        ]
-        self._hand_over_laws(request_ids, rows, taken, greedy, sampling_metadata)
-        return rows
+        drafts = self._drafts(plan, request_ids, texts, greedy, scheduler_output.num_spec_tokens_to_schedule)
+        self._proposer = "" if drafts is None else "history"
+        if self._drafter is not None:
+            step = copy.copy(scheduler_output)
+            step.num_spec_tokens_to_schedule = plan.drafter_length if drafts is None else 0
+            of_drafter = self._drafter(step, sampled, sampling_metadata, *rest)
+            if drafts is None:
+                self._proposer = "drafter" if plan.drafter_length else ""
+                return of_drafter
+        drafts = drafts or [None] * len(texts)
+        if sampling_metadata.all_greedy or not any(drafts):
+            runner._draft_probs = runner._draft_prob_req_ids = None
+        else:
+            runner._draft_probs, runner._draft_prob_req_ids = self._distributions(drafts, greedy), request_ids
+        return [[] if draft is None else draft.tokens.tolist() for draft in drafts]
 
-    def _propose_from_history(
-        self, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int
-    ) -> tuple[list[Draft | None], list[int]]:
-        """Return each request's draft from history, or None where the drafter proposes, and how many tokens it drafts.
+    def _drafts(
+        self, plan: Plan, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int
+    ) -> list[Draft | None] | None:
+        """Return each request's draft from history, or None where this step has none from history.
 
         While steps are measured, requests draft the full length. For "history", fillers stand for its drafts.
         """
-        ratios, probes = self._plan.ratios, self._plan.probes
-        if self._plan.measures:
-            fills = self._plan.measures == "history" and k > 0
-            return [filler(text, k) if fills else None for text in texts], [k] * len(texts)
-        self._num_probes += probes
-        # One batch, so all requests have the same ratios, and a draft from history is judged by the length of its match alone.
-        for_history, for_drafter = (None, None) if ratios is None else (ratios["history"], ratios.get("drafter"))
-        of_match = [kind.best(for_history, k) for kind in self._of_match]
-        of_drafter = NOTHING if self._is_alone else self._of_drafter.best(for_drafter, k)
-        if not probes and not any(choice.length for choice in (*of_match, of_drafter)):  # a look-up takes time too
-            return [None] * len(texts), [0] * len(texts)
+        if plan.measures:
+            return [filler(text, k) for text in texts] if plan.measures == "history" and k else None
+        probes, other = plan.probes == "history", self._drafter is not None and plan.probes == "drafter"
+        by_match = [acceptance.best(plan.ratios, k) for acceptance in self._of_match]
+        if other or not (probes or any(choice.length for choice in by_match)):  # a look-up takes time too
+            return None
         drafts = [
             self._draft(request, text, k, not likeliest) if text.num_new and k else None
             for request, text, likeliest in zip(request_ids, texts, greedy, strict=True)
         ]
-        best = [NOTHING if draft is None else of_match[match_class(draft.match)] for draft in drafts]
-        alone = list(zip(drafts, best, strict=True))
-        both = [self._choose(draft, choice, of_drafter) for draft, choice in alone]
-        if probes:
-            choices = [self._probe(draft, choice, of_drafter, k) for draft, choice in alone]
-        elif ratios is None:
-            choices = both
-        else:
-            none: list[tuple[Draft | None, Choice]] = [(None, NOTHING)] * len(texts)
-            choices = max(none, alone, both, key=lambda plan: self._speed(plan, ratios))
-        return [draft for draft, _ in choices], [choice.length for _, choice in choices]
+        choices = [NOTHING if draft is None else by_match[match_class(draft.match)] for draft in drafts]
+        rival = 1.0 if self._drafter is None else max(1.0, plan.drafter_speed)
+        if not probes and speed_of(choices, plan.ratios) <= rival:
+            return None
+        lengths = [min(choice.length + probes, k) for choice in choices]
+        for i, (request, draft, length) in enumerate(zip(request_ids, drafts, lengths, strict=True)):
+            if draft is not None and length:
+                drafts[i] = draft = draft.first(length)
+                self._proposals[request] = Proposal(match_class(draft.match), length, len(draft.tokens))
+            else:
+                drafts[i] = None
+        return drafts
 
     def _texts(self, sampled: Any, num_requests: int) -> list[Text]:
         """Return every request's text with what this step has emitted.
@@ -164,20 +155,20 @@ class HistoryDrafting:
             texts.append(Text(tokens, prompt_length, len(new)))
         return texts[:num_requests]
 
-    def _learn(self, scheduler_output: Any, texts: dict[str, Text]) -> None:
-        """Count how many draft tokens of the step before were accepted."""
+    def _learn(self, plan: Plan, verified: dict[str, list[int]], texts: dict[str, Text]) -> None:
+        """Count how many draft tokens of the step before were accepted. verified: draft tokens by request."""
         for request in self._keys.keys() - self._runner.requests.keys():  # they have ended
-            self._asked.pop(request, None)
+            self._proposals.pop(request, None)
             del self._keys[request]
-        verified = scheduler_output.scheduled_spec_decode_tokens
         for request, text in texts.items():
-            asked, drafted = self._asked.pop(request, None), len(verified.get(request, ()))
-            if asked is None or not (drafted and text.num_new) or self._plan.measures:
+            proposal, drafted = self._proposals.pop(request, None), len(verified.get(request, ()))
+            if not (drafted and text.num_new) or plan.measures:
                 continue  # vLLM drops drafts of requests that it computes again
             accepted = min(text.num_new - 1, drafted)
-            name = "drafter" if asked.match is None else "history"
-            counts = self._of_drafter if asked.match is None else self._of_match[asked.match]
-            counts.observe([(drafted if drafted < asked.num_drafted else asked.num_tokens, accepted)])
+            if proposal is not None:
+                was_cut = drafted < proposal.num_drafted
+                self._of_match[proposal.match].observe([(drafted if was_cut else proposal.num_tokens, accepted)])
+            name = "drafter" if proposal is None else "history"
             self._counts[f"{name}/drafts"] += 1
             self._counts[f"{name}/drafted_tokens"] += drafted
             self._counts[f"{name}/accepted_tokens"] += accepted
@@ -189,81 +180,25 @@ class HistoryDrafting:
         draft = self.index.draft(key, text.tokens, text.prompt_length, k, draws)
         return draft if len(draft.tokens) else None
 
-    def _choose(self, draft: Draft | None, of_match: Choice, of_drafter: Choice) -> tuple[Draft | None, Choice]:
-        """Return (the draft, or None for the drafter; how much to draft): whichever is worth more."""
-        takes = draft is not None and (self._is_alone or of_match.worth > of_drafter.worth)
-        return (draft, of_match) if takes else (None, of_drafter)
-
-    def _probe(self, draft: Draft | None, of_match: Choice, of_drafter: Choice, k: int) -> tuple[Draft | None, Choice]:
-        """Draft a token more than is worth the most, with the proposers in turn."""
-        takes = draft is not None and (self._is_alone or self._num_probes % 2 == 1)
-        choice = of_match if takes else of_drafter
-        return draft if takes else None, choice._replace(length=min(choice.length + 1, k))
-
-    def _speed(self, choices: list[tuple[Draft | None, Choice]], ratios: dict[str, list[float]]) -> float:
-        """Return the expected decoding speed of a step relative to no speculation.
-
-        The requests that do not use the drafter wait for its passes all the same.
-        """
-        of_history, longest = ratios["history"], max((c.length for draft, c in choices if draft is None), default=0)
-        passes = ratios.get("drafter", of_history)[longest] - of_history[longest]
-        length = sum(choice.length for _, choice in choices) / len(choices)
-        tokens = sum(choice.tokens for _, choice in choices) / len(choices)
-        return tokens / (ratio_at(of_history, length) + max(0.0, passes))
-
-    def _take_draft_token_ids(self) -> Any:
-        taken = self._take()
-        if taken is not None:
-            of_history = {name for name, asked in self._asked.items() if asked.match is not None}
-            attach(taken, Proposed(self._has_passes, of_history))
-        return taken
-
-    def _of_model(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, rest: Any, longest: int) -> Any:
-        """Return the drafter's proposal, with as many tokens as any request asks for; at 0 its pass is left out."""
-        if self._is_alone:
-            self._runner._draft_probs = self._runner._draft_prob_req_ids = None
-            return None
-        self._has_passes = longest > 0
-        k = scheduler_output.num_spec_tokens_to_schedule
-        scheduler_output.num_spec_tokens_to_schedule = longest
-        try:
-            return self._propose(scheduler_output, sampled, sampling_metadata, *rest)
-        finally:
-            scheduler_output.num_spec_tokens_to_schedule = k
-
-    def _hand_over_laws(
-        self,
-        request_ids: list[str],
-        rows: list[list[int]],
-        taken: list[Draft | None],
-        greedy: list[bool],
-        metadata: Any,
-    ) -> None:
-        """Give vLLM's rejection sampler the distributions [R, longest draft, V] that the draft tokens come from.
+    def _distributions(self, drafts: list[Draft | None], greedy: list[bool]) -> torch.Tensor:
+        """Return the distributions that the drafts come from, for vLLM's rejection sampler [R, longest draft, V].
 
         A token that was not drawn has all the probability of its distribution.
         """
-        runner, most = self._runner, max(map(len, rows), default=0)
-        if metadata.all_greedy or not most:
-            runner._draft_probs = runner._draft_prob_req_ids = None
-            return
-        before: Tensor | None = runner._draft_probs
-        laws = torch.zeros(len(rows), most, runner.input_batch.vocab_size, device=runner.device)
-        places, values = [np.zeros(0, np.int64)], [np.zeros(0)]  # flat indices into laws, and the values there
-        for i, (row, draft) in enumerate(zip(rows, taken, strict=True)):
-            starts = (i * most + np.arange(len(row))) * laws.shape[2]
-            if draft is None and before is not None:
-                laws[i, : len(row)] = before[i, : len(row)]
-            elif draft is None or greedy[i]:
-                places.append(starts + np.array(row, np.int64))
-                values.append(np.ones(len(row)))
-            else:
-                for j, (start, size) in enumerate(zip(starts, draft.sizes, strict=False)):
-                    places.append(start + draft.supports[j, :size])
-                    values.append(draft.laws[j, :size])
-        where = torch.from_numpy(np.concatenate(places, dtype=np.int64)).to(runner.device)
-        laws.view(-1)[where] = torch.from_numpy(np.concatenate(values, dtype=np.float32)).to(runner.device)
-        runner._draft_probs, runner._draft_prob_req_ids = laws, request_ids
+        longest, size = max(len(draft.tokens) for draft in drafts if draft), self._runner.input_batch.vocab_size
+        places, values = [], []  # flat indices into [R, longest draft, V], and the probabilities there
+        for i, draft in enumerate(drafts):
+            for j, token in enumerate(() if draft is None else draft.tokens):
+                assert draft is not None
+                tokens, probabilities = draft.distribution(j)
+                if greedy[i]:
+                    tokens, probabilities = np.array([token]), np.ones(1)
+                places.append((i * longest + j) * size + tokens.astype(np.int64))
+                values.append(probabilities)
+        dense = torch.zeros(len(drafts), longest, size, device=self._runner.device)
+        where = torch.from_numpy(np.concatenate(places)).to(dense.device)
+        dense.view(-1)[where] = torch.from_numpy(np.concatenate(values, dtype=np.float32)).to(dense.device)
+        return dense
 
 
 def filler(text: Text, k: int) -> Draft | None:
@@ -275,3 +210,10 @@ def filler(text: Text, k: int) -> Draft | None:
 def match_class(match: int) -> int:
     """Return the index of the class of MATCHES that a match of this length belongs to."""
     return bisect(MATCHES, match)
+
+
+def speed_of(choices: Sequence[Choice], ratios: Sequence[float] | None) -> float:
+    """Return the expected decoding speed of a step relative to no speculation; without step costs, the expected tokens."""
+    length = sum(choice.length for choice in choices) / len(choices)
+    tokens = sum(choice.tokens for choice in choices) / len(choices)
+    return tokens if ratios is None else tokens / ratio_at(ratios, length)

@@ -28,11 +28,12 @@ class SpeculatorHook(TapHook):
     def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
         """Raise ValueError, and touch nothing, when this runner is not as we know it."""
         super().__init__(model_runner, name_of)
-        speculator, states = model_runner.speculator, _own_states(model_runner.get_model())
+        speculator = model_runner.speculator
+        own_states = getattr(model_runner.get_model(), "get_mtp_target_hidden_states", None)
         takes = [*inspect.signature(speculator.propose).parameters]
         if takes[: len(SPECULATOR_TAKES)] != SPECULATOR_TAKES:
             raise ValueError(f"{type(speculator).__name__}.propose takes ({' '.join(takes)})")
-        if states is not None:
+        if own_states is not None and own_states() is not None:
             raise ValueError("the policy gives its drafter other hidden states than its head")
         self._speculator, self._propose = speculator, speculator.propose
         self._takes_length = LENGTH in takes
@@ -85,9 +86,3 @@ class SpeculatorHook(TapHook):
         """Read V2's InputBatch, whose rows of padding come last."""
         starts = batch.query_start_loc[: batch.num_reqs + 1].tolist()
         return batch.req_ids, starts, batch.positions, batch.input_ids
-
-
-def _own_states(model: Any) -> Any:
-    """What the runner gives a drafter instead of the policy's final hidden states; None for nearly all policies."""
-    states = getattr(model, "get_mtp_target_hidden_states", None)
-    return states and states()

@@ -1,6 +1,7 @@
-"""vLLM's schedulers with a controller that sees each step and chooses draft lengths, and a way to reach it from outside."""
+"""vLLM's schedulers with draft lengths that are chosen for each step, and a way to reach `DraftLengths` from outside."""
 
 import time
+from collections.abc import Set
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -8,16 +9,19 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from cotrain.engine.interface import attach, attached
-from cotrain.engine.speculation.draft_length import Plan, Proposed, SpeculationController, Step
+from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.process.children import follow_parent
 
 
 class WatchedScheduler:
     """Mixed into a scheduler of vLLM to act around each of its steps. Subclasses may override the methods with `cotrain_`.
 
-    A controller sees each step and chooses draft lengths up to the configured one. vLLM looks the draft length up in
+    DraftLengths sees each step and chooses draft lengths up to the configured one. vLLM looks the draft length up in
     dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
     """
+
+    cotrain_from_history: frozenset[str] = frozenset()
+    """Requests whose next drafts to be verified come from history."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -43,44 +47,38 @@ class WatchedScheduler:
 
     def cotrain_start(self) -> None:
         scheduler: Any = self
-        max_batch = scheduler.scheduler_config.max_num_seqs
-        self.controller = SpeculationController(scheduler.num_spec_tokens, max_batch)
+        self.draft_lengths = DraftLengths(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
 
     def cotrain_choose_lengths(self) -> None:
-        self.dynamic_sd_lookup = self.controller.draft_lengths(time.perf_counter())
+        self.dynamic_sd_lookup = self.draft_lengths.choose(time.perf_counter())
 
     def cotrain_stamp(self, output: Any) -> object:
-        """Return the record that a SchedulerOutput carries: what the worker has to know of the step."""
-        return None
+        """Return the record that a SchedulerOutput carries: what the worker, which knows each request's match, needs."""
+        return self.draft_lengths.plan(max(1, len(output.num_scheduled_tokens)))
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
         """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
-        self.controller.observe(step_of(output, sampled))
+        self.draft_lengths.observe(step_of(output, sampled, self.cotrain_from_history))
 
     def cotrain_pause(self) -> None:
-        """Tell the controller that the next step does not follow at once."""
-        self.controller.idle(time.perf_counter())
+        """Note that the next step does not follow at once."""
+        self.draft_lengths.idle(time.perf_counter())
 
 
 class DraftLengthScheduler(WatchedScheduler, Scheduler):
     """vLLM's synchronous scheduler, watched. It lives in the engine core, a process of its own."""
 
-    cotrain_from_history: frozenset[str] = frozenset()
-    """Requests whose next drafts to be verified come from history."""
-
     def cotrain_start(self) -> None:
         follow_parent()
         super().cotrain_start()
 
-    def cotrain_stamp(self, output: Any) -> Plan:
-        # HistoryDrafting reads it in the worker, which knows each request's match.
-        return self.controller.plan(max(1, len(output.num_scheduled_tokens)))
-
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        proposed: Proposed = attached(draft_token_ids) or Proposed(True, frozenset())
-        if not proposed.has_passes:
-            self.controller.left_passes_out()
-        self.cotrain_from_history = self.cotrain_from_history - {*draft_token_ids.req_ids} | proposed.from_history
+        proposer, requests = attached(draft_token_ids), frozenset(draft_token_ids.req_ids)
+        if proposer in ("", "history"):
+            self.draft_lengths.left_passes_out()
+        self.cotrain_from_history -= requests
+        if proposer == "history":
+            self.cotrain_from_history |= requests
         super().update_draft_token_ids(draft_token_ids)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -97,13 +95,13 @@ class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
     while one runs, so the time of a step is still the time between two calls of `schedule`."""
 
 
-def _call_controller(core: Any, method: str, args: list[Any], options: dict[str, Any]) -> Any:
-    """Call a method of the SpeculationController between two engine steps, for RolloutEngine.in_scheduler."""
-    return getattr(core.scheduler.controller, method)(*args, **options)
+def _call_draft_lengths(core: Any, method: str, args: list[Any], options: dict[str, Any]) -> Any:
+    """Call a method of DraftLengths between two engine steps, for RolloutEngine.in_scheduler."""
+    return getattr(core.scheduler.draft_lengths, method)(*args, **options)
 
 
 # vLLM's "utility" calls look methods of the engine core up by name; it has no hook to add one.
-EngineCore.cotrain_speculation = _call_controller
+EngineCore.cotrain_draft_lengths = _call_draft_lengths
 
 
 def computes_prompts(output: Any) -> bool:
@@ -130,11 +128,14 @@ def verified(output: Any, sampled: Any) -> dict[str, tuple[int, int]]:
     return {request: (len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)}
 
 
-def step_of(output: Any, sampled: Any) -> Step:
+def step_of(output: Any, sampled: Any, from_history: Set[str] = frozenset()) -> Step:
+    """Return what became of a step. from_history: requests whose drafts, if they had any, came from history."""
+    drafts = verified(output, sampled)
     return Step(
         num_speculative_tokens=output.num_spec_tokens_to_schedule,
         batch=len(output.num_scheduled_tokens),
         computes_prompts=computes_prompts(output),
-        drafts=list(verified(output, sampled).values()),
+        drafts=list(drafts.values()),
         num_tokens=sum(_generated(sampled).values()),
+        from_history=not from_history.isdisjoint(drafts),
     )

@@ -54,13 +54,12 @@ class EngineWorker:
             config = worker.speculative_config.draft_model_config
             self.weights[True] = ModelWeights(worker.get_draft_model(), config, kept / "drafter", target)
         if history is not None:
-            # It imports numba, and vLLM's CPU build does not start where numba was imported before.
             from cotrain.engine.history import HistoryDrafting
             from drafters.suffix.index import SuffixIndex
 
             max_bytes, draws = history
             index = SuffixIndex(max_bytes, seed=worker.vllm_config.model_config.seed)
-            self.history = HistoryDrafting(runner, index, is_alone=not has_drafter, draws=draws)
+            self.history = HistoryDrafting(runner, index, draws, self.hook.propose if has_drafter else None)
 
     def update_policy(self, path: str, digests: dict[str, str], turn: int, sent: bool) -> None:
         """sent: vLLM's weight transfer has loaded the policy, which is only compared with the file."""
@@ -69,15 +68,11 @@ class EngineWorker:
     def check_drafter(self, path: str, digests: dict[str, str]) -> None:
         self.weights[True].check(path, digests)
 
-    def update_drafter(self, path: str, digests: dict[str, str], expected_rates: list[float] | None) -> None:
+    def update_drafter(self, path: str, digests: dict[str, str]) -> None:
         self.weights[True].update(path, digests)
-        if self._has_history:
-            self.history.new_drafter(expected_rates)
 
     def undo_drafter_update(self) -> None:
         self.weights[True].undo()
-        if self._has_history:
-            self.history.new_drafter(None)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.worker.init_weight_transfer_engine(init_info)

@@ -11,18 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from cotrain.engine.cpu import PATCHES
 from cotrain.engine.host.adoption import HOST_HAS_SET
 from cotrain.engine.interface import (
+    DRAFTING,
+    KERNELS,
+    LINEAR_ATTENTION,
+    MOE_METHOD,
     PROPOSER,
     RUNNER,
     RUNNER_V2,
+    SAMPLING,
     SCHEDULER,
     SIDECAR,
     SIDECAR_OF_RUNNER,
     SIDECAR_VERSIONS,
     SPECULATOR_TAKES,
-    USED,
-    WRAPPED_ON_CPU,
     moved_in,
     parameters_in,
 )
@@ -30,14 +34,25 @@ from cotrain.engine.model_runner_v2 import LENGTH
 
 SOURCES = Path(os.environ["VLLM_SOURCES"])
 
-IN_HOSTS_TOO = (
-    RUNNER, PROPOSER, SCHEDULER, "vllm.v1.core.sched.output:", "vllm.v1.outputs:", "vllm.v1.attention.backend:",
-    "vllm.v1.worker.", "vllm.v1.utils:", "vllm.v1.sample.metadata:", "vllm.model_executor.models.", "vllm.model_executor.layers.",
-    "vllm.distributed.parallel_state:", "vllm.model_executor.model_loader.mtp_validation:",
-)  # fmt: skip
-"""Beginnings of the names in USED that the sidecar uses as well; the others belong to engines of cotrain's own runs."""
-
 READ = {
+    RUNNER: "_get_positions input_batch input_ids drafter device model_config compilation_config discard_request_mask "
+    "num_spec_tokens _draft_probs _draft_prob_req_ids requests",
+    PROPOSER: "model block_size max_num_tokens net_num_new_slots_per_request _enable_probabilistic_draft_probs "
+    "_draft_attn_layer_names propose num_speculative_tokens target_token_ids target_positions target_hidden_states "
+    "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata",
+    "vllm.v1.sample.metadata:SamplingMetadata": "all_greedy all_random temperature",
+    "vllm.v1.outputs:ModelRunnerOutput": "sampled_token_ids req_id_to_index",
+    "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens num_reqs "
+    "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping seq_lens_cpu_upper_bound",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_reqs generators num_tokens_no_spec num_prompt_tokens "
+    "token_ids_cpu vocab_size",
+    "vllm.v1.utils:CpuGpuBuffer": "gpu",
+    "vllm.model_executor.model_loader.mtp_validation:": "disable_mtp_completeness_check",
+    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_substr orig_to_new_prefix apply_list",
+    "vllm.model_executor.layers.linear:QKVParallelLinear": "num_heads num_kv_heads head_size input_size",
+    "vllm.model_executor.layers.linear:RowParallelLinear": "input_size_per_partition tp_rank",
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": "shard_indices embedding_dim",
+    "vllm.distributed.parallel_state:GroupCoordinator": "rank_in_group world_size cpu_group",
     "vllm.engine.arg_utils:EngineArgs": " ".join(HOST_HAS_SET) + " model worker_extension_cls",
     "vllm.config.vllm:VllmConfig": "instance_id use_v2_model_runner scheduler_config model_config parallel_config "
     "speculative_config load_config",
@@ -47,22 +62,40 @@ READ = {
     "vllm.v1.request:Request": "request_id sampling_params all_token_ids num_prompt_tokens num_tokens arrival_time "
     "get_finished_reason num_output_tokens",
     "vllm.v1.core.sched.output:NewRequestData": "req_id prompt_token_ids prefill_token_ids sampling_params",
-    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_cached_reqs total_num_scheduled_tokens",
+    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_cached_reqs total_num_scheduled_tokens "
+    "num_spec_tokens_to_schedule num_scheduled_tokens scheduled_spec_decode_tokens scheduled_new_reqs",
     "vllm.v1.core.sched.output:CachedRequestData": "req_ids",
-    SCHEDULER: "requests",
+    SCHEDULER: "requests dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config",
     "vllm.sampling_params:SamplingParams": "temperature top_p top_k max_tokens extra_args",
-    "vllm.v1.worker.gpu_worker:Worker": "_weight_update_active use_v2_model_runner",
+    "vllm.v1.worker.gpu_worker:Worker": "_weight_update_active use_v2_model_runner get_model get_draft_model "
+    "speculative_config rank init_weight_transfer_engine start_weight_update update_weights finish_weight_update",
     RUNNER_V2: "speculator model_config get_model get_draft_model",
     "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs query_start_loc positions input_ids",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": "num_speculative_steps model",
     "vllm.v1.outputs:DraftTokenIds": "draft_token_ids",
 }
-"""What the sidecar alone reads, besides."""
+"""Names that the sidecar reads or passes, by the class or function that has them."""
+
+
+CORRECTED = {
+    f"{KERNELS}:_rebind_kernels": "overrides",
+    f"{SAMPLING}:expand_batch_to_tokens": "x cu_num_tokens num_tokens replace_from replace_to",
+    f"{SAMPLING}:sample_recovered_tokens": "max_spec_len num_draft_tokens cu_num_draft_tokens draft_token_ids "
+    "draft_probs target_probs sampling_metadata device use_fp64_gumbel",
+    f"{RUNNER}.sample_tokens": "self grammar_output",
+    f"{PROPOSER}._sample_draft_tokens": "self hidden_states sampling_metadata",
+    f"{DRAFTING}:empty_exponential_noise_like": "probs use_fp64_gumbel",
+    f"{DRAFTING}:sample_with_exponential_noise": "probs q",
+    f"{MOE_METHOD}._setup_kernel": "self layer w13 w2",
+    f"{LINEAR_ATTENTION}:_spec_forward": "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width "
+    "state_len",
+}
+"""Functions that corrections of the CPU build replace, with all their parameters in order."""
 
 
 @functools.cache
 def identifiers(version: str, path: str) -> set[str]:
-    """All names in the module that a path like those of USED begins with."""
+    """All names in the module that a path like those of READ begins with."""
     file = SOURCES / version / f"{path.partition(':')[0].replace('.', '/')}.py"
     fields = ("id", "attr", "arg", "name")
     nodes = ast.walk(ast.parse(file.read_bytes()))
@@ -110,21 +143,15 @@ def test_the_v2_runner_hands_its_speculator_what_the_hook_takes(version: str) ->
 
 @pytest.mark.parametrize("version", SIDECAR_VERSIONS)
 def test_every_name_that_is_read_is_there(version: str) -> None:
-    used = {path: names for path, names in USED.items() if path.startswith(IN_HOSTS_TOO)}
-    assert len(used) > 12
-    missing = {
-        path: names
-        for table in (used, READ)
-        for path, text in table.items()
-        if (names := set(text.split()) - identifiers(version, path))
-    }
+    missing = {path: names for path, text in READ.items() if (names := set(text.split()) - identifiers(version, path))}
     assert missing == {}
 
 
 @pytest.mark.parametrize("version", SIDECAR_VERSIONS)
 def test_corrections_of_the_cpu_build_replace_what_they_know_or_nothing(version: str) -> None:
-    found = {path: parameters_in(SOURCES / version, path) for path in WRAPPED_ON_CPU}
-    differing = {path for path, names in found.items() if names is not None and names != WRAPPED_ON_CPU[path]}
+    found = {path: parameters_in(SOURCES / version, path) for path in CORRECTED}
+    assert CORRECTED.keys() == {f"{owner}{'.' if ':' in owner else ':'}{name}" for owner, name in PATCHES.values()}
+    differing = {path for path, names in found.items() if names is not None and names != CORRECTED[path]}
     assert differing == set()
     missing = {path.partition(":")[2] for path, names in found.items() if names is None}
     imported = {"empty_exponential_noise_like", "sample_with_exponential_noise"}  # into the module that is corrected

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.engine.history import HistoryDrafting, Proposal
 from cotrain.engine.interface import attach, attached
 from cotrain.engine.speculation.draft_length import Plan
-from cotrain.engine.speculation.served_acceptance import Choice
 from cotrain.engine.worker import EngineWorker
 from cotrain.engine.worker_extension import CotrainWorker
 from drafters.suffix.index import Draft
@@ -17,14 +17,13 @@ from drafters.suffix.index import Draft
 Fault = Callable[[Draft], Draft]
 
 LENGTHS = "lengths"
-"""No fault: the requests of a step draft 0 to k tokens in turn, of the index and of the drafter if there is one."""
+"""No fault: history and the drafter, if there is one, draft in turn, and of history the requests draft 0 to k tokens in turn."""
 
 PRICES = "prices"
 """No fault: the scheduler's step ratios count as those of a machine on which each draft token costs a third of a step."""
 
-
-OF_ANOTHER_REQUEST = "drafters_law_of_another_request"
-"""The same, and the drafter's tokens of a request come with its laws of the request before."""
+OF_ANOTHER_REQUEST = "drafters_distribution_of_another_request"
+"""As LENGTHS, and the drafter's tokens of a request come with its distributions of the request before."""
 
 
 class Planting(EngineWorker):
@@ -35,16 +34,16 @@ class Planting(EngineWorker):
         history, runner = self.history, self.worker.model_runner
         index = history.index
         index.__dict__.pop("draft", None)
-        for name in ("_choose", "_hand_over_laws"):
-            history.__dict__.pop(name, None)
-        runner.propose_draft_token_ids = history._hooked
+        history.__dict__.pop("_drafts", None)
+        history._drafter = getattr(self, "clean_drafter", history._drafter)
+        runner.propose_draft_token_ids = history.propose
         if fault == PRICES:
-            runner.propose_draft_token_ids = functools.partial(_priced, history._hooked)
+            runner.propose_draft_token_ids = functools.partial(_priced, history.propose)
         elif fault in (LENGTHS, OF_ANOTHER_REQUEST):
-            most = runner.num_spec_tokens
-            history._choose = functools.partial(_in_turn, history._is_alone, most, itertools.count())
+            history._drafts = functools.partial(_in_turn, history, itertools.count())
             if fault == OF_ANOTHER_REQUEST:
-                history._hand_over_laws = functools.partial(_rolled, runner, history._hand_over_laws)
+                self.clean_drafter = history._drafter
+                history._drafter = functools.partial(_rolled, runner, history._drafter)
         elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
@@ -57,37 +56,42 @@ class PlantingWorker(CotrainWorker):
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
     plan: Plan = attached(scheduler_output)
     if plan.ratios is not None:
-        ratios = {proposer: [1 + k / 3 for k in range(len(of_it))] for proposer, of_it in plan.ratios.items()}
-        attach(scheduler_output, plan._replace(ratios=ratios))
+        attach(scheduler_output, plan._replace(ratios=[1 + k / 3 for k in range(len(plan.ratios))]))
     return propose(scheduler_output, *rest)
 
 
-def _in_turn(
-    is_alone: bool, most: int, numbers: Iterator[int], draft: Draft | None, *_: Any
-) -> tuple[Draft | None, Choice]:
-    turn, length = divmod(next(numbers), most + 1)
-    return draft if is_alone or turn % 2 else None, Choice(length, 1.0, 0.0)
+def _in_turn(history: HistoryDrafting, numbers: Iterator[int], plan: Plan, requests: Any, *rest: Any) -> Any:
+    if history._drafter is not None and next(numbers) % 2:
+        return None
+    drafts = HistoryDrafting._drafts(history, plan._replace(probes="history"), requests, *rest)
+    for i, (request, draft) in enumerate(zip(requests, drafts or [], strict=False)):
+        if draft is not None:
+            length = next(numbers) // 2 % (len(draft.tokens) + 1)
+            drafts[i] = draft.first(length) if length else None
+            history._proposals[request] = Proposal(0, length, length)
+    return drafts
 
 
-def _rolled(runner: Any, hand_over: Callable[..., None], *args: Any) -> None:
+def _rolled(runner: Any, drafter: Callable[..., Any], *args: Any) -> Any:
+    drafts = drafter(*args)
     if runner._draft_probs is not None:
         runner._draft_probs = runner._draft_probs.roll(1, 0)
-    hand_over(*args)
+    return drafts
 
 
 def sharpened(draft: Draft) -> Draft:
-    """The law that is handed over is sharper than the one that was drawn from."""
-    laws = draft.laws.copy()
+    """The distribution that is handed over is sharper than the one that was drawn from."""
+    laws = draft.probabilities.copy()
     for j, size in enumerate(draft.sizes):
         laws[j, :size] = laws[j, :size] ** 2 / (laws[j, :size] ** 2).sum()
-    return draft._replace(laws=laws)
+    return draft._replace(probabilities=laws)
 
 
 def anticipates(draft: Draft) -> Draft:
     """A draft ends before a token that has turned out to be an unlikely one."""
     for j, size in enumerate(draft.sizes):
-        if draft.laws[j, :size][draft.supports[j, :size] == draft.tokens[j]].item() < 0.3:
-            return Draft(draft.tokens[:j], draft.supports[:j], draft.laws[:j], draft.sizes[:j], draft.match)
+        if draft.probabilities[j, :size][draft.supports[j, :size] == draft.tokens[j]].item() < 0.3:
+            return Draft(draft.tokens[:j], draft.supports[:j], draft.probabilities[:j], draft.sizes[:j], draft.match)
     return draft
 
 
@@ -95,11 +99,11 @@ _before: list[Draft] = []
 
 
 def another_requests_law(draft: Draft) -> Draft:
-    """A request's tokens come with the laws of the request before it."""
+    """A request's tokens come with the distributions of the request before it."""
     _before.append(draft)
     other = _before.pop(0) if len(_before) > 1 else draft
     n = min(len(draft.tokens), len(other.tokens))
-    laws, supports, sizes = other.laws[:n].copy(), other.supports[:n].copy(), np.array(other.sizes[:n])
+    laws, supports, sizes = other.probabilities[:n].copy(), other.supports[:n].copy(), np.array(other.sizes[:n])
     return Draft(draft.tokens[:n], supports, laws, sizes, draft.match)
 
 

@@ -1,4 +1,4 @@
-"""The speculation controller on a real engine: draft lengths that change while requests run, and what is reported."""
+"""Draft lengths on a real engine: lengths that change while requests run, and what is reported."""
 
 import asyncio
 import time
@@ -12,8 +12,7 @@ import torch
 
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.speculation.draft_length import SpeculationController
-from cotrain.engine.speculation.measurement import MEASURE_TRIES
+from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import GainReport, RolloutBatch, RolloutRequest
@@ -54,8 +53,8 @@ def fix(live: LiveEngine, num_speculative_tokens: int | None) -> None:
 def draft_lengths(live: LiveEngine, *by_batch: int) -> None:
     """Choose them by batch size from 1 on, the last one for all above."""
     table = [by_batch[min(batch, len(by_batch)) - 1] for batch in range(1, MAX_BATCH + 1)]
-    live.run(live.engine.in_scheduler(SpeculationController.__setattr__, "_chosen", table))
-    live.run(live.engine.in_scheduler(SpeculationController.__setattr__, "_fixed", None))
+    live.run(live.engine.in_scheduler(DraftLengths.__setattr__, "_chosen", table))
+    live.run(live.engine.in_scheduler(DraftLengths.__setattr__, "_fixed", None))
 
 
 def drafted(batch: RolloutBatch) -> list[list[int]]:
@@ -228,7 +227,7 @@ def test_a_drafter_switched_on_in_mid_request_knows_what_came_before(adaptive: L
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The controller
+# The choice
 # ---------------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +246,7 @@ def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, li
     live, measured, seconds = timed
     assert 2 * (K + 1) <= len(measured) <= NUM_BATCH_SIZES * (K + 1)
     assert all(0 <= k <= K and 0 < second < 1 and 0 <= error < 1 for k, _, second, error, _ in measured)
-    assert seconds < MEASURE_TRIES * MEASURE_SECONDS + 5
+    assert seconds < MEASURE_SECONDS + 5
     live.run(live.engine.set_num_speculative_tokens(None))
     assert live.engine._chooses
     words = live.run(live.engine.describe_speculation())

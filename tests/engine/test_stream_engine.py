@@ -127,7 +127,7 @@ def test_every_token_is_stamped_with_the_policy_that_generated_it(
                 # Stamps that are off by one would show.
                 shifted = rollout.segments[0].end
                 other, _ = log_probs_of(rollout, models[::-1])
-                assert (other - torch.tensor(rollout.log_probs)).abs()[shifted - 4 : shifted + 4].max() > 1e-3
+                assert (other - torch.tensor(rollout.log_probs)).abs()[max(0, shifted - 4) : shifted + 4].max() > 1e-3
 
 
 def test_verification_steps_are_counted_by_policy_and_drafter(

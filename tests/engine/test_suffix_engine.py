@@ -11,7 +11,7 @@ import torch
 from cotrain.acceptance_stats import drafter_counts, drafter_starts, total_counts
 from cotrain.config.schema import RolloutConfig, SpeculationConfig
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.speculation.draft_length import SpeculationController, Step
+from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
 from cotrain.transport.features import read_shard
@@ -208,16 +208,19 @@ def test_rollouts_and_their_features_say_which_drafts_are_the_drafters(
 def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngine) -> None:
     requests = make_requests(8, seed=41)
     engine = historian.engine
-    assert historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
-    _, ratios, _ = historian.run(engine.in_scheduler(SpeculationController.plan, 1))
-    assert ratios["history"][3] < ratios["drafter"][3], "three passes of the drafter are left out"
+    rows = historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
+    size = int(rows[0][1])  # a busy machine may not come to the others
+    of_drafter = {k: seconds for k, batch, seconds, *_ in rows if batch == size}
+    plan = Plan(*historian.run(engine.in_scheduler(DraftLengths.plan, size)))
+    assert plan.ratios is not None
+    assert plan.ratios[3] < of_drafter[3] / of_drafter[0], "three passes of the drafter are left out"
     for _ in range(2):
         historian.greedy(requests, tap=False)
 
     async def steps_of_repeated_text() -> set[bool]:
         task, seen = asyncio.create_task(engine.generate(requests, tap=False, temperature=0.0, seed=None)), set()
         while not task.done():
-            step = await engine.in_scheduler(SpeculationController.__getattribute__, "_before")
+            step = await engine.in_scheduler(DraftLengths.__getattribute__, "_before")
             seen |= {Step(*step).has_passes} if step else set()
         await task
         return seen

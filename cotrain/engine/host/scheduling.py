@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.scheduling import WatchedScheduler, step_of, verified
-from cotrain.engine.speculation.draft_length import SpeculationController
+from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
 from cotrain.transport.spool import Spool, read_json
 
@@ -23,7 +23,7 @@ class Stamp(NamedTuple):
     finished: list[tuple[list[int], tuple[float, float, int], dict[str, Any]]]
     """Tapped requests that have ended: token ids up to the true end, (temperature, top-p, top-k), facts for the trainer."""
     publication: dict[str, Any] | None  # the drafter that serves from this step on
-    window: dict[str, Any] | None  # see SpeculationController.report
+    window: dict[str, Any] | None  # see DraftLengths.report
     counts: dict[str, int]
     dropped: dict[str, int]  # number of requests by the reason why they are not tapped
     hooks_off: list[str]
@@ -34,7 +34,7 @@ class Decisions:
 
     def __init__(self, spool: Spool, scheduler: Any, breaker: Breaker):
         config, self._spool, self._settings, self._breaker = scheduler.vllm_config, spool, spool.settings(), breaker
-        self._controller = SpeculationController(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
+        self._draft_lengths = DraftLengths(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
         width = (len(self._settings.aux_layers) + 1) * config.model_config.get_hidden_size()
         row_size, room = row_bytes(width, config.model_config.dtype.itemsize), self._settings.max_bytes
         self._admission = Admission(self._settings.share, room, row_size, config.instance_id)
@@ -47,27 +47,27 @@ class Decisions:
 
     def draft_lengths(self) -> list[int] | None:
         """Look for news in the spool, and return the draft length by batch size, or None to draft nothing."""
-        lengths = self._controller.draft_lengths(time.perf_counter())
+        lengths = self._draft_lengths.choose(time.perf_counter())
         if (facts := self._news(self._facts)) is not None:
             self._attached = facts["attached"]
             if self._attached and self._settings.adaptive:
-                self._controller.begin_measuring(live=True)
+                self._draft_lengths.begin_measuring(live=True)
         if (settings := self._news(self._spool.settings_file)) is not None:
             self._admission.share = settings["share"]  # a trainer that was restarted may ask for less
         if (current := self._news(self._spool.current)) is not None:
             self._on, drafter = current.get("on", True), (current["version"], current.get("digests"))
             if drafter != self._drafter:
                 self._drafter, self._publication = drafter, current
-                self._controller.new_drafter(current.get("expected_rates"))
-        if self._controller.has_measured:
-            self._controller.end_measuring()  # the controller chooses lengths from now on
+                self._draft_lengths.new_drafter(current.get("expected_rates"))
+        if self._draft_lengths.has_measured:
+            self._draft_lengths.end_measuring()  # lengths are chosen from now on
         return lengths if self._attached and self._on else None
 
     def stamp(self, output: Any) -> Stamp:
         """Return what a SchedulerOutput carries to the worker."""
         publication, self._publication, window, now = self._publication, None, None, time.perf_counter()
         if now - self._reported > REPORT_SECONDS:
-            self._reported, window = now, self._controller.report()
+            self._reported, window = now, self._draft_lengths.report()
         new = output.scheduled_new_reqs
         tapped = self._admission.admit(new) if new and self._spool.is_alive() else {}
         self._counts["tapped"] += len(tapped)
@@ -80,7 +80,7 @@ class Decisions:
     def observe(self, output: Any, sampled: Any) -> None:
         """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end."""
         step = step_of(output, sampled)
-        self._controller.observe(step)
+        self._draft_lengths.observe(step)
         drafts = verified(output, sampled)
         for name in drafts.keys() & self._steps.keys():
             self._steps[name].append(drafts[name])
@@ -89,7 +89,7 @@ class Decisions:
         self._counts.update(counts, generated_tokens=step.num_tokens)
 
     def pause(self) -> None:
-        self._controller.idle(time.perf_counter())
+        self._draft_lengths.idle(time.perf_counter())
 
     def finish(self, request: Any) -> None:
         """Note that a request of vLLM's has ended; a tapped one goes into the next stamp."""

@@ -1,17 +1,17 @@
 """Chooses the draft length of each engine step, 0 included: the one with the most expected tokens per second.
 
-The controller lives in vLLM's scheduler, which sees the batch size and the clock of every step (`vllm/scheduling.py`).
-It decides from batch size, step times and acceptance so far, before any token of the next draft is drawn. So it does not
-change the distribution of the emitted tokens.
+The choice is made in vLLM's scheduler, which sees the batch size and the clock of every step (`scheduling.py`), from batch
+size, step costs and acceptance so far, before any token of the next draft is drawn. So it does not change the distribution of
+the emitted tokens.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cotrain.engine.speculation.measurement import Measurement, contradicts
+from cotrain.engine.speculation.measurement import Measurement
 from cotrain.engine.speculation.served_acceptance import ServedAcceptance
 from cotrain.engine.speculation.step_costs import QUANTILE, Array, ratio_at, step_ratios
 from cotrain.records import GainReport
@@ -35,6 +35,8 @@ class Step(NamedTuple):
     """(verified draft tokens, accepted ones) of each request that had drafts."""
     num_tokens: int
     """Number of tokens that the step generated."""
+    from_history: bool = False
+    """Whether the verified drafts came from history."""
     has_passes: bool = True
     """Whether the drafter ran at the end of the step."""
 
@@ -47,23 +49,18 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What HistoryDrafting has to know of a step, to choose a proposer and a draft length for each request."""
+    """What HistoryDrafting has to know of a step, to choose between history and the drafter."""
 
     measures: str
     """The proposer, "drafter" or "history", whose steps are being measured; empty while none are."""
-    ratios: dict[str, list[float]] | None
-    """t_k / t_0 [K+1] of each proposer at this batch size. None if all requests have the same length: while it is fixed or measured."""
-    probes: bool
-    """Whether this step drafts with another proposer, or more, than is worth the most."""
-
-
-class Proposed(NamedTuple):
-    """What the scheduler has to know of the drafts that HistoryDrafting sends it."""
-
-    has_passes: bool
-    """Whether the drafter ran."""
-    from_history: Set[str]
-    """Requests whose drafts come from history."""
+    ratios: list[float] | None
+    """t_k / t_0 [K+1] of drafts from history at this batch size. None while the length is fixed or measured."""
+    drafter_length: int
+    """Draft length of every request if the drafter proposes."""
+    drafter_speed: float
+    """Expected decoding speed with the drafter relative to no speculation; without ratios, the expected tokens of a step."""
+    probes: str
+    """The proposer that drafts in this step whether it pays or not, a token more than it would; empty in most steps."""
 
 
 @dataclass
@@ -77,10 +74,10 @@ class Sums:
     """(draft length, batch size, kind) -> number, tokens and seconds of engine steps, see StepTotal."""
 
 
-class SpeculationController:
+class DraftLengths:
     """Chooses a draft length from 0 to K for each batch size. It stays at K until engine steps have been measured.
 
-    Where steps were measured with drafts from history, it leaves the choice for each request to the worker.
+    Where steps were measured with drafts from history, the worker decides in each step whether history or the drafter proposes.
     """
 
     def __init__(self, max_speculative_tokens: int, max_batch: int):
@@ -99,7 +96,7 @@ class SpeculationController:
     # -- what the engine's owner calls, between two steps ------------------------------------------------------------
 
     def begin(self, learns: bool = True) -> None:
-        """Start a report. learns: False if its steps sample in another way, so that the controller must not learn from them."""
+        """Start a report. learns: False if its steps sample in another way, so that nothing must be learnt from them."""
         self._learns, self._sums = learns, Sums(np.zeros(len(self._chosen)))
 
     def report(self) -> dict[str, Any]:
@@ -114,9 +111,9 @@ class SpeculationController:
         return {"gain": asdict(gain), "steps": steps}
 
     def fix_num_speculative_tokens(self, num_speculative_tokens: int | None) -> bool:
-        """Use this length at every batch size; None lets the controller choose. Returns whether it chooses from now on.
+        """Use this length at every batch size; None chooses again. Returns whether lengths are chosen from now on.
 
-        None means the longest while nothing has been measured. The controller learns nothing from steps of a fixed length.
+        None means the longest while nothing has been measured.
         """
         if num_speculative_tokens is None and not self._ratios:
             num_speculative_tokens = self.max_speculative_tokens
@@ -134,10 +131,6 @@ class SpeculationController:
     def has_measured(self) -> bool:
         """Whether enough live steps were timed since `begin_measuring`."""
         return self._measurement is not None and self._measurement.is_complete
-
-    def contradicts(self) -> bool:
-        """Whether the steps timed so far contradict each other, see measurement.contradicts."""
-        return self._measurement is not None and contradicts(self._measurement.seconds())
 
     def end_measuring(self) -> list[list[float]]:
         """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns rows of [draft length, batch
@@ -166,7 +159,7 @@ class SpeculationController:
         """Return the choice and its reason in words: k=2 at batch 1 (gain 1.21x), off at batch 2 to 16: 0.78x at k=1."""
         if self._fixed is not None:
             return f"k={self._fixed} at every batch size (fixed)"
-        if self._per_request:
+        if "history" in self._ratios:
             return f"k=0 to {self.max_speculative_tokens}, chosen for each request"
         gains, parts = self._gains(), []
         for batches in np.split(np.arange(len(self._chosen)), np.flatnonzero(np.diff(self._chosen)) + 1):
@@ -180,7 +173,7 @@ class SpeculationController:
 
     # -- what the scheduler calls in every step; `now` is seconds of one clock -----------------------------------------
 
-    def draft_lengths(self, now: float) -> list[int]:
+    def choose(self, now: float) -> list[int]:
         """Return the draft length of the step that begins now, by batch size [max_batch + 1]."""
         self._end_step(now)
         self._started = now
@@ -188,17 +181,25 @@ class SpeculationController:
         if self._learns and self._num_steps % DECIDE_STEPS == 0:
             self._decide()
         length = self._fixed if self._measurement is None else self._measurement.length
+        if length is None and "history" in self._ratios:  # then the longest forbids nothing
+            length = self.max_speculative_tokens
         if length is not None:
             return [length] * (len(self._chosen) + 1)
-        more = int(self._learns and self._probes)
+        more = self._learns and bool(self._probes)
         return [0, *np.minimum(np.add(self._chosen, more), self.max_speculative_tokens).tolist()]
 
     def plan(self, batch: int) -> Plan:
         """Return the plan of the step that has begun, with so many requests."""
         if self._measurement is not None:
-            return Plan(self._measurement.proposer, None, False)
-        ratios = {proposer: ratios[:, batch - 1].tolist() for proposer, ratios in self._ratios.items()}
-        return Plan("", ratios if self._per_request and self._fixed is None else None, self._probes)
+            proposer = self._measurement.proposer
+            return Plan(proposer, None, self._measurement.length if proposer == "drafter" else 0, 1.0, "")
+        if self._fixed is not None:
+            return Plan("", None, self._fixed, float(self._acceptance.tokens_per_step()[self._fixed]), self._probes)
+        k, history = int(self._chosen[batch - 1]), self._ratios.get("history")
+        speed = float(self._gains()[k, batch - 1]) if history is not None and "drafter" in self._ratios else 1.0
+        probes = self._probes if self._learns else ""
+        k = min(k + (probes == "drafter"), self.max_speculative_tokens)
+        return Plan("", None if history is None else history[:, batch - 1].tolist(), k, speed, probes)
 
     def observe(self, step: Step) -> None:
         """Take note of what the current step did. Its time ends when the next step begins, or with `idle`."""
@@ -215,29 +216,26 @@ class SpeculationController:
         self._started, self._before = now, None
 
     @property
-    def _per_request(self) -> bool:
-        return "history" in self._ratios
-
-    @property
-    def _probes(self) -> bool:
-        return self._num_steps % PROBE_STEPS == 0
+    def _probes(self) -> str:
+        """The proposer that this step tries, in turn; empty in most steps."""
+        turn, rest = divmod(self._num_steps, PROBE_STEPS)
+        proposers = tuple(self._ratios) or ("drafter", "history")
+        return "" if rest else proposers[turn % len(proposers)]
 
     def _end_step(self, now: float) -> None:
         step, self._step = self._step, None
         if step is None:
             return
         seconds, before, self._before = now - self._started, self._before, step
-        measurement = self._measurement
-        chooses = self._fixed is None if measurement is None else measurement.proposer == "drafter"
-        if self._learns and chooses:
+        if self._learns and not step.from_history:
             self._acceptance.observe(step.drafts)
         kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
         total = self._sums.totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
         total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
         if step.computes_prompts:
             return
-        if measurement is not None:
-            measurement.observe(step.num_speculative_tokens, step.batch, step.steady, seconds)
+        if self._measurement is not None:
+            self._measurement.observe(step.num_speculative_tokens, step.batch, step.steady, seconds)
         elif self._fixed is None and self._ratios:
             self._count(step, before, seconds)
 
@@ -245,22 +243,22 @@ class SpeculationController:
         """Count what a step gained. Whatever slowed it would have slowed one without drafts as much, so only the ratio of the
         two counts. It is at least 1, so no step gains more than the tokens that it emits."""
         length = sum(verified for verified, _ in step.drafts) / step.batch
-        asked = max((verified for verified, _ in step.drafts), default=0)  # the worker decides, and may draft nothing
-        if not self._per_request:
+        longest = max((verified for verified, _ in step.drafts), default=0)  # the worker decides, and may draft nothing
+        proposer = next(iter(self._ratios))
+        if "history" not in self._ratios:
             # At a change of length, a step drafts another number of tokens than it verifies.
             length = (length + step.num_speculative_tokens) / 2
-            asked = 0 if before is None else before.num_speculative_tokens
-        proposer = "history" if self._per_request and not step.has_passes else next(iter(self._ratios))
+            longest = 0 if before is None else before.num_speculative_tokens
+        elif not step.has_passes:
+            proposer = "history"
         ratio = ratio_at(self._ratios[proposer][:, step.batch - 1].tolist(), length)
         self._sums.without[step.batch - 1] += seconds * step.num_tokens / step.batch / ratio
-        self._sums.gain += GainReport(seconds=seconds, longest_draft=asked)
+        self._sums.gain += GainReport(seconds=seconds, longest_draft=longest)
 
     def _gains(self) -> Array:
         """Return the expected decoding speed relative to no speculation, [K+1, max_batch]."""
         return self._acceptance.tokens_per_step()[:, None] / self._ratios["drafter"]
 
     def _decide(self) -> None:
-        if self._per_request:  # then the longest forbids nothing
-            self._chosen[:] = self.max_speculative_tokens
-        elif self._ratios:
+        if "drafter" in self._ratios:
             self._chosen = self._gains().argmax(0)

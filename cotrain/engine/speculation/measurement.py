@@ -4,28 +4,15 @@ Batches of requests decode while the draft length goes from the longest down to 
 computed only once, and a slow moment of the machine hits all lengths alike.
 """
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-
-from cotrain.engine.speculation.step_costs import QUANTILE
-
 MEASURE_STEPS = 5
 """Successive steps of one draft length. The first still verifies drafts of the length before, so only 4 are timed."""
 
 MEASURE_ROUNDS = 8
 """Most batches of requests that are measured for each batch size, if the time suffices."""
 
-MEASURE_TRIES = 2
-"""How many times the steps are measured at most, as long as they contradict each other."""
-
 LIVE_STEPS = 12
 """Timed steps of each draft length that a batch size needs before a choice rests on them, where live requests are timed: three
 turns of MEASURE_STEPS, with 4 timed steps each."""
-
-NOISE_ERRORS = 4.0
-"""Standard errors by which steps with more draft tokens may be the faster ones before that is a contradiction: about three of a
-quartile, whose noise is larger than that of the mean log seconds."""
 
 
 class Measurement:
@@ -43,33 +30,20 @@ class Measurement:
         return self._longest - self._num_steps // MEASURE_STEPS % (self._longest + 1)
 
     def observe(self, num_speculative_tokens: int, batch: int, steady: bool, seconds: float) -> None:
-        """Count a step without prompts. Its time is that of a draft length only if it is steady, see controller.Step."""
+        """Count a step without prompts. Its time is that of a draft length only if it is steady, see draft_length.Step."""
         self._num_steps += 1
         if steady and (self.live or batch in self._sizes):
             self._seconds.setdefault((num_speculative_tokens, batch), []).append(seconds)
 
     @property
     def is_complete(self) -> bool:
-        """Whether LIVE_STEPS steps of each draft length were timed at some batch size, or twice as many if steps contradict
-        each other."""
-        lengths, known = range(self._longest + 1), self._seconds
-        fewest = max((min(len(known.get((k, b), ())) for k in lengths) for k0, b in known if not k0), default=0)
-        return fewest >= MEASURE_TRIES * LIVE_STEPS or (fewest >= LIVE_STEPS and not contradicts(known))
+        """Whether LIVE_STEPS steps of each draft length were timed at some batch size."""
+        lengths, times = range(self._longest + 1), self._seconds
+        return any(all(len(times.get((k, b), ())) >= LIVE_STEPS for k in lengths) for k0, b in times if not k0)
 
     def seconds(self) -> dict[tuple[int, int], list[float]]:
         """Return the seconds of steps by (draft length, batch size); of live requests, those of which there are enough."""
         return {cell: times for cell, times in self._seconds.items() if not self.live or len(times) >= LIVE_STEPS}
-
-
-def contradicts(measured: Mapping[tuple[int, int], Sequence[float]]) -> bool:
-    """Whether, at some batch size, steps of a length took less time than those of a shorter one, by more than noise.
-
-    measured: seconds of steps by (draft length, batch size).
-    """
-    known = {cell: np.log(seconds) for cell, seconds in measured.items() if len(seconds) > 1}
-    found = {cell: (np.quantile(logs, QUANTILE), logs.var() / len(logs)) for cell, logs in known.items()}
-    pairs = ((found[a], found[b]) for a in found for b in found if a[0] < b[0] and a[1] == b[1])
-    return any(short - long > NOISE_ERRORS * (noise + more) ** 0.5 for (short, noise), (long, more) in pairs)
 
 
 def measured_sizes(max_batch: int) -> list[int]:

@@ -32,8 +32,6 @@ class Choice(NamedTuple):
     length: int
     tokens: float
     """Expected tokens of a step."""
-    worth: float
-    """These tokens above what the time of the step would yield without speculation."""
 
 
 class ServedAcceptance:
@@ -66,13 +64,11 @@ class ServedAcceptance:
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
 
     def best(self, ratios: Sequence[float] | None, longest: int) -> Choice:
-        """Return the draft length up to `longest` that is worth the most to a request of a batch.
+        """Return the draft length up to `longest` that yields the most tokens above what its time would yield without speculation.
 
-        ratios [K+1]: t_k / t_0, the tokens that the time of a step would yield without speculation. Pricing the time by what it
-        yields with speculation is more exact, but gains no more (benchmarks/request_lengths.py). With None the length is
-        `longest`, and the worth is its tokens.
+        ratios [K+1]: t_k / t_0, the cost of a step in tokens without speculation; None returns `longest`. Pricing the time by what
+        it yields with speculation is more exact, but gains no more (benchmarks/request_lengths.py).
         """
         tokens = self.tokens_per_step()[: longest + 1]
-        worth = tokens - (0.0 if ratios is None else np.array(ratios[: longest + 1]))
-        best = longest if ratios is None else int(worth.argmax())
-        return Choice(best, float(tokens[best]), float(worth[best]))
+        best = longest if ratios is None else int((tokens - ratios[: longest + 1]).argmax())
+        return Choice(best, float(tokens[best]))

@@ -25,28 +25,16 @@ def step_ratios(
     """Return t_k / t_0 [K+1, max_batch], linear in log batch between measured batch sizes.
 
     measured: (draft length, batch size) -> seconds of steps. Batch sizes without all draft lengths are left out. A step with more
-    draft tokens computes more, so where it was faster that was noise, and t_k / t_0 never falls with k (isotonic regression).
-    Raises ValueError when no batch size is left.
+    draft tokens computes more, so where it was faster that was noise, and t_k / t_0 never falls with k. Raises ValueError when no batch size is left.
     """
     lengths = range(max_speculative_tokens + 1)
     sizes = sorted({batch for _, batch in measured if all(measured.get((k, batch)) for k in lengths)})
     if not sizes:
         raise ValueError("no batch size at which engine steps of all draft lengths were measured")
     rows = np.log([[np.quantile(measured[k, batch], QUANTILE) for batch in sizes] for k in lengths])
-    rising = np.stack([_rising(column) for column in rows.T], axis=1)
     batches = np.log2(np.arange(1, max_batch + 1))
-    table = np.stack([np.interp(batches, np.log2(sizes), row) for row in rising])
+    table = np.stack([np.interp(batches, np.log2(sizes), row) for row in np.maximum.accumulate(rows)])
     return np.asarray(np.exp(table - table[0]))
-
-
-def _rising(values: Array) -> Array:
-    """Return the closest values in squares that never fall, by the max-min formula of isotonic regression (Barlow et al. 1972)."""
-    num = len(values)
-
-    def least(first: int, i: int) -> float:
-        return min(float(values[first:end].mean()) for end in range(i + 1, num + 1))
-
-    return np.array([max(least(first, i) for first in range(i + 1)) for i in range(num)])
 
 
 def ratio_at(ratios: Sequence[float], length: float) -> float:

@@ -43,9 +43,7 @@ class Engine:
         self._note("undo")
         self.served.pop()
 
-    def update_policy(
-        self, payload: WeightPayload, version: int, keep_kv: bool = False, sent: bool = False
-    ) -> SwapReport:
+    def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool = False) -> SwapReport:
         self._note(f"{payload.path} p{version}")
         return SwapReport(1.0, payload.num_bytes)
 

@@ -1,6 +1,6 @@
 """An engine with a clock and nothing else: steps that take what a table says, drafts accepted by coin flips.
 
-It drives the real SpeculationController the way vLLM's scheduler does. Used by tests and by benchmarks/draft_length.py.
+It drives the real DraftLengths the way vLLM's scheduler does. Used by tests and by benchmarks/draft_length.py.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.engine.speculation.draft_length import Step
-from cotrain.engine.speculation.measurement import MEASURE_ROUNDS, MEASURE_TRIES, measured_sizes, room_for
+from cotrain.engine.speculation.measurement import MEASURE_ROUNDS, measured_sizes, room_for
 from cotrain.engine.speculation.step_costs import ratio_at
 
 K = 3
@@ -94,7 +94,7 @@ class Tally:
 
 
 class SimulatedEngine:
-    """One engine. rule: a SpeculationController, or what vLLM's scheduler would call in place of one."""
+    """One engine. rule: a DraftLengths, or what vLLM's scheduler would call in place of one."""
 
     def __init__(self, rule: Any, shape: Shape, rates: Sequence[float], noise: Noise = NOISY, seed: int = 0):
         self.rule, self.shape, self.rates, self.noise = rule, shape, rates, noise
@@ -109,14 +109,11 @@ class SimulatedEngine:
     def measure(self, max_batch: int, seconds: float = 60.0, proposer: str = "drafter") -> None:
         """As RolloutEngine.time_draft_lengths does for one proposer."""
         self.rule.begin_measuring(proposer)
-        for _ in range(MEASURE_TRIES):
-            deadline = self.now + seconds
-            for size in MEASURE_ROUNDS * measured_sizes(max_batch):
-                if self.now > deadline:
-                    break
-                self.drain([room_for(K)] * size)
-            if not self.rule.contradicts():
+        deadline = self.now + seconds
+        for size in MEASURE_ROUNDS * measured_sizes(max_batch):
+            if self.now > deadline:
                 break
+            self.drain([room_for(K)] * size)
         self.rule.end_measuring()
 
     def run(self, batch: int, steps: int) -> Tally:
@@ -139,7 +136,7 @@ class SimulatedEngine:
 
     def step(self, batch: int, tally: Tally, prefill: bool = False) -> np.ndarray:
         """Tokens that each request got."""
-        drafted = self.rule.draft_lengths(self.now)[batch]
+        drafted = self.rule.choose(self.now)[batch]
         planned = verified = 0 if prefill else self._pending
         hits = self.random.random((batch, K)) < np.array(self.rates)
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(1), verified)
@@ -149,7 +146,7 @@ class SimulatedEngine:
             has = self.random.random(batch) < self.looks_up
             accepted, drafts = accepted * has, [draft for draft, there in zip(drafts, has, strict=False) if there]
             of_step = verified = sum(number for number, _ in drafts) / batch
-        self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum())))
+        self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum()), not self.has_passes))
         if not self.has_passes:
             self.rule.left_passes_out()
         seconds = self.slow_down * self.shape.seconds(verified, of_step, batch)

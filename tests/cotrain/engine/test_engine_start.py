@@ -12,10 +12,10 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.engine import engine as engine_module
+from cotrain.engine import processes
 from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes
 from cotrain.engine.engine import RolloutEngine
-from cotrain.engine.speculation.draft_length import SpeculationController, Step
+from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.engine.tap_admission import TapRequest
 from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
 from drafters.base import ServingSpec
@@ -37,7 +37,7 @@ def test_variables_that_may_change_sampling_are_refused_with_speculation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str | None
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
-    engine_module._check_environment.cache_clear()
+    processes._check_environment.cache_clear()
     engine = RolloutEngine(spec_of(tmp_path, drafter))
     if drafter:
         with pytest.raises(ValueError, match="environment variable VLLM_CPU_INT4_W4A8: '1'"):
@@ -191,7 +191,7 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
 
     core = object.__new__(EngineCoreProc)
     core.shutdown_state, core.output_queue = EngineShutdownState.RUNNING, queue.Queue()
-    core.scheduler = SimpleNamespace(controller=SpeculationController(K, 8))
+    core.scheduler = SimpleNamespace(draft_lengths=DraftLengths(K, 8))
 
     async def call_utility_async(method: str, *args: object) -> object:
         core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 1, method, args))
@@ -202,14 +202,14 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
 
     engine = RolloutEngine(spec_of(tmp_path))
     engine._engine = SimpleNamespace(errored=False, engine_core=SimpleNamespace(call_utility_async=call_utility_async))
-    assert asyncio.run(engine.in_scheduler(SpeculationController.fix_num_speculative_tokens, 1)) is False
-    assert asyncio.run(engine.in_scheduler(SpeculationController.describe)) == "k=1 at every batch size (fixed)"
-    core.scheduler.controller.observe(Step(1, 2, False, [], 2))
-    core.scheduler.controller.idle(0.5)
-    report = asyncio.run(engine.in_scheduler(SpeculationController.report))
+    assert asyncio.run(engine.in_scheduler(DraftLengths.fix_num_speculative_tokens, 1)) is False
+    assert asyncio.run(engine.in_scheduler(DraftLengths.describe)) == "k=1 at every batch size (fixed)"
+    core.scheduler.draft_lengths.observe(Step(1, 2, False, [], 2))
+    core.scheduler.draft_lengths.idle(0.5)
+    report = asyncio.run(engine.in_scheduler(DraftLengths.report))
     assert report["steps"] == [[1, 2, "mixed", 1, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
-    assert asyncio.run(engine.in_scheduler(SpeculationController.new_drafter, [0.5, 0.3])) is None
-    assert asyncio.run(engine.in_scheduler(SpeculationController.begin, False)) is None
+    assert asyncio.run(engine.in_scheduler(DraftLengths.new_drafter, [0.5, 0.3])) is None
+    assert asyncio.run(engine.in_scheduler(DraftLengths.begin, False)) is None
 
 
 WRITTEN = "I think <answer>4</answer><note>so</note> it is"

@@ -1,4 +1,4 @@
-"""The speculation controller against a simulated engine: noise on each step, late steps, spells of a slow machine.
+"""The choice of draft lengths against a simulated engine: noise on each step, late steps, spells of a slow machine.
 
 Speeds are against no speculation, without the noise: what the choices are worth. benchmarks/draft_length.py has more.
 """
@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from cotrain.config.schema import DrafterConfig
-from cotrain.engine.speculation.draft_length import PROBE_STEPS, SpeculationController
-from cotrain.engine.speculation.measurement import MEASURE_TRIES
+from cotrain.engine.speculation.draft_length import DECIDE_STEPS, PROBE_STEPS, DraftLengths
 from cotrain.engine.speculation.step_costs import step_ratios
 from cotrain.publish.alarms import check_step
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal, Versions
@@ -28,6 +27,7 @@ from tests.cotrain.engine.simulated_engine import (
     Noise,
     Shape,
     SimulatedEngine,
+    Tally,
     best_fixed,
     speed_of_fixed,
 )
@@ -40,7 +40,7 @@ DRAFTERS = {"good": GOOD, "bad": BAD}
 def engine_of(
     rates: Sequence[float], shape: Shape = CPU, max_batch: int = 32, noise: Noise = NOISY, measured: bool = True
 ) -> SimulatedEngine:
-    engine = SimulatedEngine(SpeculationController(K, max_batch), shape, rates, noise)
+    engine = SimulatedEngine(DraftLengths(K, max_batch), shape, rates, noise)
     if measured:
         engine.measure(max_batch)
     return engine
@@ -178,26 +178,6 @@ def test_no_gain_is_above_the_acceptance_length(rates: tuple[float, ...], noise:
         assert max(engine.rule._gains()[:, 3]) <= max(engine.rule._acceptance.tokens_per_step())
 
 
-def test_what_contradicts_itself_is_measured_again() -> None:
-    """While other work came in bursts, steps without drafts took longer than those with drafts."""
-    engine = engine_of(BAD, measured=False, noise=QUIET)
-    begin, tries = engine.rule.draft_lengths, []
-
-    def draft_lengths(now: float) -> Any:
-        lengths = begin(now)
-        engine.slow_down = 1.8 if not tries and lengths[1] == 0 else 1.0
-        return lengths
-
-    checks = engine.rule.contradicts
-    engine.rule.draft_lengths = draft_lengths
-    engine.rule.contradicts = lambda: tries.append(checks()) or tries[-1]
-    engine.measure(32, seconds=30.0)
-    assert tries[0] and len(tries) == MEASURE_TRIES
-    engine.rule.draft_lengths, engine.slow_down = begin, 1.0
-    assert engine.rule._ratios["drafter"][:, 31] == pytest.approx([1.0, *CPU.ratios[3]], rel=0.1)
-    assert engine.run(32, 60).lengths[-1] == 0
-
-
 def test_the_report_says_what_the_tokens_would_take_at_each_length() -> None:
     engine = engine_of(GOOD, noise=QUIET)
     engine.rule.begin()
@@ -260,7 +240,7 @@ def test_every_step_is_added_up_once_by_draft_length_batch_size_and_kind() -> No
 
 
 def test_an_engine_without_speculation_adds_its_steps_up_too() -> None:
-    engine = SimulatedEngine(SpeculationController(0, 4), CPU, (0.0,) * K, QUIET)
+    engine = SimulatedEngine(DraftLengths(0, 4), CPU, (0.0,) * K, QUIET)
     engine.drain([3.0, 3.0])
     engine.now += 100.0
     engine.drain([2.0])
@@ -316,38 +296,43 @@ def test_requests_too_short_for_any_measurement_leave_the_length_fixed() -> None
     assert engine.rule.describe() == f"k={K} at every batch size (fixed)"
 
 
-@pytest.mark.parametrize("how", ["fixed", "other sampling"])
-def test_nothing_is_learnt_from_a_fixed_length_or_another_sampling(how: str) -> None:
-    """Such as greedy text, or that of a drafter that is being verified."""
+def test_nothing_is_learnt_from_another_sampling() -> None:
+    """Such as greedy text."""
     engine = engine_of(GOOD)
     before = engine.rule.describe()
-    if how == "fixed":
-        engine.rule.fix_num_speculative_tokens(K)
-    engine.rule.begin(how == "fixed")
+    engine.rule.begin(learns=False)
     engine.rates = BAD
     tally = engine.run(1, 500)
     assert len(set(tally.lengths)) == 1, "no probes either"
-    engine.rule.fix_num_speculative_tokens(None)
     assert engine.rule.describe() == before
+
+
+def test_a_fixed_length_is_kept_and_teaches_what_the_drafter_accepts() -> None:
+    engine = engine_of(GOOD)
+    engine.rule.fix_num_speculative_tokens(K)
+    engine.rates = COLLAPSED
+    assert set(engine.run(1, 500).lengths) == {K}, "no probes either"
+    engine.rule.fix_num_speculative_tokens(None)
+    assert engine.run(1, 2 * DECIDE_STEPS).lengths[-1] == 0
 
 
 def test_the_choice_does_not_wait_for_what_a_draft_will_be() -> None:
     """Losslessness rests on it: of two engines that differ in the next acceptances alone, both draft the same."""
 
     def lengths(seed: int) -> Any:
-        controller = SpeculationController(K, 4)
+        controller = DraftLengths(K, 4)
         engine = SimulatedEngine(controller, CPU, GOOD, QUIET, seed=0)
         engine.measure(4)
         engine.run(4, 30)
         engine.random = np.random.default_rng(seed)
-        return controller.draft_lengths(engine.now)
+        return controller.choose(engine.now)
 
     assert lengths(1) == lengths(2)
 
 
 def test_drafts_that_only_some_requests_have_teach_what_a_step_costs() -> None:
     """An index drafts for some requests of a batch; a step then costs what it verifies, and the machine slows down."""
-    controller = SpeculationController(K, 16)
+    controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
     engine.measure(16, proposer="history")
     engine.looks_up = 0.6
@@ -365,13 +350,13 @@ def ratios_of(shape: Shape, batch: int) -> Any:
 
 
 def test_each_request_chooses_by_what_a_step_costs_where_history_proposes() -> None:
-    controller = SpeculationController(K, 16)
+    controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    assert controller.plan(4).ratios is None, "all requests have the same length"
+    assert controller.plan(4).ratios is None and controller.plan(4).drafter_length == K, "the longest"
     engine.measure(16, proposer="history")
     assert engine.run(1, 60).lengths[-1] == engine.run(16, 60).lengths[-1] == K, "each request may have the most"
     for batch in (1, 16):
-        assert controller.plan(batch).ratios == {"history": ratios_of(CPU, batch)}
+        assert controller.plan(batch)[:4] == ("", ratios_of(CPU, batch), 0, 1.0)
     controller.fix_num_speculative_tokens(2)
     assert controller.plan(1).ratios is None and set(engine.run(1, 20).lengths) == {2}
     controller.begin_measuring("history")
@@ -380,7 +365,7 @@ def test_each_request_chooses_by_what_a_step_costs_where_history_proposes() -> N
 
 def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_drafted() -> None:
     """Requests may draft nothing for as long as nothing pays, which the alarm for engines that draft nothing must not see."""
-    controller = SpeculationController(K, 16)
+    controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
     engine.measure(16, proposer="history")
     engine.looks_up = 0.0
@@ -396,7 +381,7 @@ def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_draft
 
 
 def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
-    controller = SpeculationController(K, 16)
+    controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
     engine.measure(16, proposer="history")
     engine.looks_up = 0.05
@@ -407,12 +392,36 @@ def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
     assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
 
 
-def test_with_a_drafter_each_request_may_have_the_most_as_well() -> None:
+def test_beside_a_drafter_the_worker_hears_what_the_drafter_would_gain() -> None:
     engine = engine_of(BAD, noise=QUIET)
     assert engine.run(32, 100).lengths[-1] == 0
+    engine.has_passes, engine.rates = False, (0.0, 0.0, 0.0)
     engine.measure(32, proposer="history")
-    assert engine.run(32, 20).lengths[-1] == K
-    assert {name: ratios[0] for name, ratios in engine.rule.plan(32).ratios.items()} == {"drafter": 1, "history": 1}
+    engine.has_passes, engine.rates = True, GOOD
+    engine.rule.new_drafter(np.cumprod(GOOD).tolist())
+    assert engine.run(32, 1).lengths == [K], "history may have the most"
+    for batch in (1, 4, 16, 32):
+        best = best_fixed(CPU, GOOD, batch)
+        plan = engine.rule.plan(batch)
+        assert plan.drafter_speed == pytest.approx(best, rel=0.06)
+        assert speed_of_fixed(CPU, GOOD, batch, plan.drafter_length) == pytest.approx(best, rel=0.03)
+
+
+def test_proposers_are_probed_in_turn() -> None:
+    controller = engine_of(GOOD, noise=QUIET).rule
+    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
+    engine.has_passes = False
+    engine.measure(32, proposer="history")
+    plans = []
+    for _ in range(4 * PROBE_STEPS):
+        engine.step(4, Tally())
+        plans.append(controller.plan(4))
+    usual = plans[0].drafter_length
+    assert sorted(plan.probes for plan in plans if plan.probes) == ["drafter", "drafter", "history", "history"]
+    assert {plan.drafter_length for plan in plans if plan.probes == "drafter"} == {min(usual + 1, K)}
+    controller.begin(learns=False)
+    engine.run(4, PROBE_STEPS - 1)
+    assert {engine.step(4, Tally()) is not None and controller.plan(4).probes for _ in range(PROBE_STEPS)} == {""}
 
 
 def test_drafts_from_history_beside_a_drafter_cost_what_they_verify() -> None:
@@ -422,7 +431,7 @@ def test_drafts_from_history_beside_a_drafter_cost_what_they_verify() -> None:
     engine.shape, engine.rates, engine.has_passes = GPU, (0.0, 0.0, 0.0), False  # any tokens, verified at another price
     engine.measure(32, proposer="history")
     assert controller._acceptance.tokens_per_step().tolist() == before, "these were no drafts of the drafter"
-    assert controller.plan(4).ratios == {"history": ratios_of(GPU, 4), "drafter": ratios_of(CPU, 4)}
+    assert controller.plan(4).ratios == ratios_of(GPU, 4)
     controller.report()
     engine.rates = GOOD
     tally = engine.run(4, 600)

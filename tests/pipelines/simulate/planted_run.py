@@ -13,7 +13,7 @@ import numpy as np
 from cotrain.acceptance_stats import counts_by_depth
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
-from cotrain.engine.speculation.draft_length import SpeculationController, Step
+from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.engine.speculation.measurement import measured_sizes, room_for
 from cotrain.records import Rollout, StepTotal, Versions
 from cotrain.run.rows import RowFile, read_rows
@@ -43,7 +43,7 @@ class PlantedEngine:
     """Runs requests in order, as many at once as it has slots."""
 
     def __init__(self, k: int, slots: int, seed: int):
-        self.controller, self.slots = SpeculationController(k, slots), slots
+        self.controller, self.slots = DraftLengths(k, slots), slots
         self.random, self.now = np.random.default_rng(seed), 0.0
 
     def measure(self) -> list[list[float]]:
@@ -60,7 +60,7 @@ class PlantedEngine:
         steps: list[list[tuple[int, int]]] = [[] for _ in requests]
         waiting, running = deque(range(len(requests))), list[int]()
         while waiting or running:
-            drafted = self.controller.draft_lengths(self.now)
+            drafted = self.controller.choose(self.now)
             new = [waiting.popleft() for _ in range(min(len(waiting), self.slots - len(running)))]
             running += new
             batch, drafts, tokens = len(running), [], 0

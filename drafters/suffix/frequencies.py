@@ -1,4 +1,4 @@
-"""The distribution of the next token (its law) given an index of rollouts. Drafts are drawn from it. Compiled with numba.
+"""The distribution of the next token given an index of rollouts. Drafts are drawn from it. Compiled with numba.
 
 A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, compared
 from the last token backwards. So all positions that follow a given context are neighbours, found by one binary search per token.
@@ -62,8 +62,8 @@ def merge(text, order, middle, scratch):
 
 @_compiled
 def sort_by_context(text):
-    """Return all positions but 0 of a text [n] that starts with SEPARATOR, sorted by context: int32 [n - 1]."""
-    order = np.arange(1, len(text)).astype(np.int32)
+    """Return the positions of all tokens but separators in texts [n], each after a SEPARATOR, sorted by context: int32."""
+    order = np.flatnonzero(text != SEPARATOR).astype(np.int32)
     scratch, width = np.empty_like(order), 1
     while width < len(order):
         for start in range(0, len(order) - width, 2 * width):
@@ -132,7 +132,7 @@ def _count(tokens, mass, slots, n, token, weight):
 
 
 @_compiled
-def next_law(texts, orders, segments, scope_weights, context, response_start, tokens, probabilities):
+def next_distribution(texts, orders, segments, scope_weights, context, response_start, tokens, probabilities):
     """Compute the distribution of the token after a context.
 
     texts, orders: int32 arrays of the whole index. segments int64 [S, 3]: start, size and number of positions of each
@@ -196,23 +196,25 @@ def draft(texts, orders, segments, scope_weights, context, response_start, k, dr
     length = len(context)
     text = np.empty(length + k, np.int32)
     text[:length] = context
-    supports, laws, sizes = np.empty((k, WIDTH), np.int32), np.empty((k, WIDTH)), np.empty(k, np.int32)
+    supports, probabilities, sizes = np.empty((k, WIDTH), np.int32), np.empty((k, WIDTH)), np.empty(k, np.int32)
     first_match, num = 0, 0
     for j in range(k):
         so_far = text[: length + j]
-        n, longest = next_law(texts, orders, segments, scope_weights, so_far, response_start, supports[j], laws[j])
+        n, longest = next_distribution(
+            texts, orders, segments, scope_weights, so_far, response_start, supports[j], probabilities[j]
+        )
         if j == 0:
             first_match = longest
         if n == 0:
             break
-        chosen = int(laws[j, :n].argmax())
+        chosen = int(probabilities[j, :n].argmax())
         if draws:
             left, chosen = rng.random(), 0
-            while chosen < n - 1 and left >= laws[j, chosen]:
-                left -= laws[j, chosen]
+            while chosen < n - 1 and left >= probabilities[j, chosen]:
+                left -= probabilities[j, chosen]
                 chosen += 1
-            while laws[j, chosen] <= 0:  # rounding can lead to the last token, even if its probability is 0
+            while probabilities[j, chosen] <= 0:  # rounding can lead to the last token, even if its probability is 0
                 chosen -= 1
         text[length + j], sizes[j] = supports[j, chosen], n
         num += 1
-    return text[length : length + num], supports[:num], laws[:num], sizes[:num], first_match
+    return text[length : length + num], supports[:num], probabilities[:num], sizes[:num], first_match
