@@ -28,15 +28,17 @@ def stored(record) -> StoredRollout:
 
 @dataclass
 class Engine:
-    """Writes features that were computed beforehand, and counts the rollouts of each call."""
+    """Writes features that were computed beforehand. It holds the rollouts that it was asked for, and their number by call."""
 
     records: list[Any]
     folder: Any
     sizes: list[int] = field(default_factory=list)
+    tapped: list[list[int]] = field(default_factory=list)
 
     async def tap_sequences(self, sequences):
         by_tokens = {tuple(r.token_ids.tolist()): r for r in self.records}
         self.sizes.append(len(sequences))
+        self.tapped += [ids for ids, _ in sequences]
         path = self.folder / f"{len(self.sizes)}.safetensors"
         write_records(path, [by_tokens[tuple(ids)] for ids, _ in sequences])
         return [str(path)]
@@ -105,6 +107,7 @@ def expected(trainer, records) -> float:
 def test_training_improves_and_reports(attempt, records):
     ended = attempt("first")
     assert ended.engine.sizes == [12] * 3 and list(ended.rows) == [1, 2, 3]
+    assert ended.engine.tapped == [r.token_ids.tolist() for r in records[:36]], "each once, in order"
     assert read_rows(ended.run_dir.metrics) == [{"step": step} | row for step, row in ended.rows.items()]
     lengths = [row[EXPECTED] for row in ended.rows.values()]
     assert lengths[0] < lengths[1] and expected(ended.trainer, records[36:]) > lengths[0]
