@@ -22,7 +22,7 @@ class Advice:
     def look(self, row: Mapping[str, float], max_policy_lag: int) -> list[str]:
         """Take in the metrics of a step. Returns the advice that is new, as lines of text."""
         self._idle.append(row.get("idle/policy", 0.0))
-        limited = max(row.get("policy/behaviour_capped", 0.0), row.get("policy/behaviour_masked", 0.0))
+        limited = row.get("policy/behaviour_capped", 0.0)
         drifts = limited > MOST_CAPPED or row.get("policy/behaviour_ess", 1.0) < LEAST_ESS
         self._drifting = self._drifting + 1 if drifts else 0
         idle = sum(self._idle) / len(self._idle)

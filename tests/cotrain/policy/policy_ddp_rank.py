@@ -15,15 +15,9 @@ from cotrain.records import ScoredRollout
 from drafters.base import SamplingParams
 
 VARIANTS = {
-    "token_mean": {"loss_aggregation": "token_mean", "minibatches": 2},
-    "sequence": {
-        "loss_aggregation": "seq_mean_token_mean",
-        "importance_ratio": "sequence",
-        "kl_coefficient": 0.1,
-        "batching": "packed",
-    },
-    "token_sum": {"loss_aggregation": "seq_mean_token_sum", "old_log_probs": "recomputed"},
-    "corrected": {"old_log_probs": "recomputed", "behaviour_correction": "truncate", "behaviour_cap": 1.1},
+    "plain": {},
+    "reference": {"kl_coefficient": 0.1},
+    "corrected": {"old_log_probs": "recomputed", "behaviour_correction": "truncate"},
 }
 
 
