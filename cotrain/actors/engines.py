@@ -4,18 +4,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cotrain.actors.policy import Policy
 from cotrain.actors.policy_transfer import PolicyTransfer
-from cotrain.actors.replicas import Replicas, Watch
+from cotrain.actors.replicas import Method, Replicas, Watch
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
+from cotrain.process.calls import Reply
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload, Window
 from cotrain.transport.nodes import Nodes
+from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 
 KEPT_DRAFTER = "kept/rank_0/drafter.safetensors"
@@ -26,6 +28,9 @@ HISTORY = "history.safetensors"
 
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or loaded weights after this time counts as dead; a few seconds are usual."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class RolloutEngines(Replicas):
@@ -130,10 +135,7 @@ class RolloutEngines(Replicas):
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
         sent = self._transfer is not None
         returned, num_bytes = self._send_policy(self._transfer, keep_kv) if self._transfer else ([], payload.num_bytes)
-        update, begin = RolloutEngine.update_policy, self.begin
-        here = self._brought(payload)
-        calls = {engine: begin(engine, update, its, policy_version, keep_kv, sent) for engine, its in here.items()}
-        reports, refusal = self.results(calls, UPDATE_SECONDS)
+        reports, refusal = self._update(RolloutEngine.update_policy, payload, policy_version, keep_kv, sent)
         if refusal is not None:
             raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")
         self._current.record_policy(payload, policy_version)
@@ -161,17 +163,12 @@ class RolloutEngines(Replicas):
 
         All engines check the weights before one loads them. Raises WeightUpdateRefused; all engines then keep what they had.
         """
-        update = RolloutEngine.update_drafter
         self._current.record_attempt(drafter_version)
         if len(self.in_dispatch) > 1:
-            here = self._brought(payload)
-            checks = {engine: self.begin(engine, RolloutEngine.check_drafter, its) for engine, its in here.items()}
-            _, refusal = self.results(checks, UPDATE_SECONDS)
+            _, refusal = self._update(RolloutEngine.check_drafter, payload)
             if refusal is not None:
                 raise refusal
-        rest, here = (drafter_version, expected_rates), self._brought(payload)
-        calls = {engine: self.begin(engine, update, its, *rest) for engine, its in here.items()}
-        reports, refusal = self.results(calls, UPDATE_SECONDS)
+        reports, refusal = self._update(RolloutEngine.update_drafter, payload, drafter_version, expected_rates)
         if refusal is not None:
             self.results({engine: self.begin(engine, RolloutEngine.undo_drafter_update) for engine in reports})
             raise refusal
@@ -182,10 +179,18 @@ class RolloutEngines(Replicas):
         """See RolloutEngine.served_digests; of each engine."""
         return [*self.call_all(RolloutEngine.served_digests, names, draft).values()]
 
-    def _brought(self, payload: WeightPayload) -> dict[int, WeightPayload]:
-        """Bring the payload's file to each engine's node, once per node. An engine whose node is gone is quarantined."""
-        here: dict[int, WeightPayload] = {}
-        there: dict[str, str] = {}
+    def _update(
+        self,
+        method: Method[Concatenate[WeightPayload, P], T],
+        payload: WeightPayload,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> tuple[dict[int, T], WeightUpdateRefused | None]:
+        """Bring the payload's file to each engine's node, once per node, and call this method of all engines with it.
+
+        Returns what `results` does. An engine whose node is gone is quarantined.
+        """
+        there, begun = dict[str, str](), dict[int, Reply[T]]()
         for engine in self.in_dispatch:
             node = self.node_of[engine]
             try:
@@ -193,8 +198,8 @@ class RolloutEngines(Replicas):
             except RunFailure as failure:
                 self.lose(engine, failure)
             else:
-                here[engine] = replace(payload, path=there[node])
-        return here
+                begun[engine] = self.begin(engine, method, replace(payload, path=there[node]), *args, **options)
+        return self.results(begun, UPDATE_SECONDS)
 
     # -- switches and caches -----------------------------------------------------------------------------------------
 

@@ -59,8 +59,6 @@ class PolicyConfig(Section):
     behaviour_correction: Literal["truncate"] | None = None
     """truncate: multiply each token's loss by the learner's probability of the token over the engine's, at most 2. Needs
     old_log_probs = "recomputed"."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL penalty to the frozen initial policy; 0 keeps no reference model."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward and backward pass; gradients accumulate over as many passes as are needed."""
     gradient_checkpointing: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -68,7 +68,7 @@ class PolicyLearner:
             if self._sharded
             else Accelerator(
                 cpu=cpu,
-                mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
+                mixed_precision="no",  # ResponseLogProbs sets autocast itself
                 # A forward pass without gradients on one rank must not wait for the others to broadcast buffers.
                 kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
             )
@@ -79,25 +79,17 @@ class PolicyLearner:
                 "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
             )
         set_seed(seed)
-        self._policy = self._load_model(model_path)
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        if not self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
+            model = model.to(self._accelerator.device)
+        self._policy = ResponseLogProbs(model.eval(), rollout.temperature, getattr(torch, config.dtype))
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
-        self._reference = None
-        if config.kl_coefficient > 0:
-            self._reference = self._load_model(model_path).requires_grad_(False)
         optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, total_steps)
         # DDP's wrapper of the policy; under FSDP the policy itself.
         self._prepared, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
         if self._sharded:
             register_fsdp_forward_method(self._policy, "with_weights")
-            if self._reference is not None:
-                fsdp2_prepare_model(self._accelerator, self._reference)
-
-    def _load_model(self, model_path: str) -> ResponseLogProbs:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        if not self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
-            model = model.to(self._accelerator.device)
-        return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
         """Take an optimizer step on these rollouts, which must be the same on all ranks.
@@ -140,16 +132,14 @@ class PolicyLearner:
     def _forward_backward(self, batch: MicroBatch, num_tokens: int, last: bool) -> dict[str, Tensor]:
         """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""
         # The last micro-batch always runs backward, because DDP exchanges the gradients in that pass.
-        with_gradient = last or self._reference is not None or batch.has_advantage
+        with_gradient = last or batch.has_advantage
+        model = self._prepared if with_gradient else self._policy
         # FSDP exchanges gradients after each micro-batch: until then, each rank holds those of the whole policy.
         synced = last or self._sharded
-        inputs = batch.token_ids, batch.predictors, batch.targets
         with contextlib.nullcontext() if synced else self._accelerator.no_sync(self._prepared):
             with torch.set_grad_enabled(with_gradient):
-                log_probs, entropy = (self._prepared if with_gradient else self._policy)(*inputs)
-                with torch.no_grad():
-                    reference = None if self._reference is None else self._reference(*inputs)[0]
-                per_token, values = policy_loss(self._config, num_tokens, batch, log_probs, reference)
+                log_probs, entropy = model(batch.token_ids, batch.predictors, batch.targets)
+                per_token, values = policy_loss(self._config, num_tokens, batch, log_probs)
             if with_gradient:
                 # Gradients are averaged over the ranks; the loss is already normalised over all of them.
                 self._accelerator.backward(per_token.sum() * self._accelerator.num_processes)
@@ -268,7 +258,7 @@ class PolicyLearner:
         self._accelerator.wait_for_everyone()
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder that save() wrote with any number of ranks. The reference stays the initial policy."""
+        """Continue from a folder that save() wrote with any number of ranks."""
         folder, model = Path(folder), self._policy.model
         weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
@@ -276,11 +266,6 @@ class PolicyLearner:
         state = torch.load(folder / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._scheduler.load_state_dict(state["scheduler"])
         self.policy_version = state["policy_version"]
-
-    def close(self) -> None:
-        """Leave the process group, once all ranks are done with it."""
-        self._accelerator.wait_for_everyone()
-        self._accelerator.end_training()
 
 
 def _broken(batch: MicroBatch, losses: Tensor) -> list[str]:

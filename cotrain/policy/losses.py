@@ -54,14 +54,13 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 
 
 def policy_loss(
-    config: PolicyConfig, num_tokens: int, batch: MicroBatch, log_probs: Tensor, reference_log_probs: Tensor | None
+    config: PolicyConfig, num_tokens: int, batch: MicroBatch, log_probs: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's clipped surrogate plus KL penalty of one micro-batch's tokens [N].
+    """Compute PPO's clipped surrogate of one micro-batch's tokens [N].
 
     surrogate = -min(ratio * A, clip(ratio) * A), where ratio = pi / pi_old of the token. pi_old is the engine's or, with
     old_log_probs = "recomputed", that of this forward pass, so that the ratio is 1 and only its gradient counts. A behaviour
-    correction multiplies the surrogate by each token's weight and leaves the KL penalty alone. num_tokens: response tokens of the
-    step. Returns the loss of each token, whose sum is this micro-batch's part of the step's loss, and detached values [N] for
+    correction multiplies the surrogate by each token's weight. num_tokens: response tokens of the step. Returns the loss of each token, whose sum is this micro-batch's part of the step's loss, and detached values [N] for
     the metrics.
     """
     old_log_probs = log_probs.detach() if config.old_log_probs == "recomputed" else batch.behaviour_log_probs
@@ -73,10 +72,6 @@ def policy_loss(
     if config.behaviour_correction is not None:
         values |= _behaviour_weights(old_log_probs, batch.behaviour_log_probs)
         per_token = per_token * values["behaviour_weight_mean"]
-    if reference_log_probs is not None:
-        kl_reference = kl_estimate(log_probs, reference_log_probs)
-        per_token = per_token + config.kl_coefficient * kl_reference
-        values["kl_reference"] = kl_reference.detach()
     return per_token * (1 / num_tokens), values
 
 

@@ -24,9 +24,7 @@ def noise(batch: MicroBatch, scale: float, seed: int) -> Tensor:
     return scale * torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def slow_loss(
-    config: PolicyConfig, batch: MicroBatch, log_probs: Tensor, references: Tensor
-) -> tuple[Tensor, list[float]]:
+def slow_loss(config: PolicyConfig, batch: MicroBatch, log_probs: Tensor) -> tuple[Tensor, list[float]]:
     """One scalar at a time, as the papers write it, and the weight of each token."""
     terms, weights = [], []
     for t in range(len(batch.targets)):
@@ -36,8 +34,7 @@ def slow_loss(
         ratio = torch.exp(log_probs[t] - (behaviour if config.old_log_probs == "rollout" else old))
         clipped = torch.clamp(ratio, 1 - losses.CLIP_LOW, 1 + losses.CLIP_HIGH)
         surrogate = torch.minimum(ratio * batch.advantages[t], clipped * batch.advantages[t])
-        delta = references[t] - log_probs[t]
-        terms.append(-weights[-1] * surrogate + config.kl_coefficient * (torch.exp(delta) - delta - 1))
+        terms.append(-weights[-1] * surrogate)
     return sum(terms) / len(terms), weights
 
 
@@ -49,19 +46,17 @@ def test_loss_and_gradient_equal_a_slow_loop(tiny_model: str, correction: str, m
         model="tiny",
         old_log_probs="rollout" if correction == "none" else "recomputed",
         behaviour_correction="truncate" if correction == "truncate" else None,
-        kl_coefficient=0.3,
     )
     batch = all_tokens(make_rollouts(tiny_model, zero_group=False))
     current = batch.behaviour_log_probs + noise(batch, 0.3, seed=1)
     if correction == "truncate":
         current[3] = batch.behaviour_log_probs[3] + 30.0  # an engine and a learner that know nothing of each other
-    reference = current + noise(batch, 0.3, seed=2)
 
     fast_input = current.clone().requires_grad_()
-    per_token, values = policy_loss(config, len(batch.targets), batch, fast_input, reference)
+    per_token, values = policy_loss(config, len(batch.targets), batch, fast_input)
     per_token.sum().backward()
     slow_input = current.clone().requires_grad_()
-    loss, weights = slow_loss(config, batch, slow_input, reference)
+    loss, weights = slow_loss(config, batch, slow_input)
     loss.backward()
 
     torch.testing.assert_close(per_token.sum(), loss, rtol=1e-5, atol=1e-7)
@@ -83,7 +78,7 @@ def test_with_recomputed_log_probs_the_ratio_is_one_and_still_has_a_gradient(tin
     batch = all_tokens(make_rollouts(tiny_model, zero_group=False))
     log_probs = (batch.behaviour_log_probs - 0.5).requires_grad_()
     config = PolicyConfig(model="t", old_log_probs="recomputed")
-    per_token, values = policy_loss(config, len(batch.targets), batch, log_probs, None)
+    per_token, values = policy_loss(config, len(batch.targets), batch, log_probs)
     per_token.sum().backward()
     assert (values["ratio_max"] == 1).all() and not [name for name in values if name.startswith("behaviour")]
     torch.testing.assert_close(log_probs.grad, -batch.advantages / len(batch.targets))
@@ -109,7 +104,7 @@ def test_a_correction_takes_away_the_bias_of_another_behaviour_policy(monkeypatc
         config = PolicyConfig.model_validate({"model": "tiny", "old_log_probs": "recomputed", **fields})
         logits = policy.clone().requires_grad_()
         log_probs = logits.log_softmax(-1)[batch.targets]
-        policy_loss(config, 4, batch, log_probs, None)[0].sum().backward()
+        policy_loss(config, 4, batch, log_probs)[0].sum().backward()
         return logits.grad
 
     logits = policy.clone().requires_grad_()
@@ -128,7 +123,7 @@ def test_a_broken_log_prob_shows_in_the_loss(tiny_model: str) -> None:
     batch = all_tokens(make_rollouts(tiny_model, zero_group=False))
     batch.behaviour_log_probs[2] = math.nan
     log_probs = torch.full((len(batch.targets),), -3.0, requires_grad=True)
-    per_token, _ = policy_loss(config, len(batch.targets), batch, log_probs, None)
+    per_token, _ = policy_loss(config, len(batch.targets), batch, log_probs)
     assert per_token.isfinite().logical_not().nonzero().tolist() == [[2]]
 
 
