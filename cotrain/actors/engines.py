@@ -42,8 +42,7 @@ class RolloutEngines(Replicas):
         """See Replicas."""
         super().__init__(cluster, nodes, config, current, watch)
         self._returning: list[int] = []  # restarted engines that wait for the learner's next update
-        # The last call of each kind with a lasting effect. An engine that is started again gets them too.
-        self._settings: dict[str, Callable[[int], Any]] = {}
+        self._settings: dict[Callable[..., Any], Callable[[int], Any]] = {}  # the last calls of `_set`, for one engine
 
     def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
@@ -205,15 +204,16 @@ class RolloutEngines(Replicas):
 
     def time_draft_lengths(self, prompts: list[list[int]]) -> list[list[list[float]]]:
         """See RolloutEngine.time_draft_lengths; of each engine."""
-        call = RolloutEngine.time_draft_lengths
-        self._settings["timing"] = lambda engine: self.call(engine, call, prompts)
-        return list(self.call_all(call, prompts).values())
+        return list(self._set(RolloutEngine.time_draft_lengths, prompts).values())
 
     def set_num_speculative_tokens(self, num: int | None) -> None:
         """See RolloutEngine.set_num_speculative_tokens."""
-        call = RolloutEngine.set_num_speculative_tokens
-        self._settings["length"] = lambda engine: self.call(engine, call, num)
-        self.call_all(call, num)
+        self._set(RolloutEngine.set_num_speculative_tokens, num)
+
+    def _set(self, method: Method[P, T], *args: P.args, **options: P.kwargs) -> dict[int, T]:
+        """Make a call with a lasting effect, which an engine that is started again gets too."""
+        self._settings[method] = lambda engine: self.call(engine, method, *args, **options)
+        return self.call_all(method, *args, **options)
 
     def describe_speculation(self) -> list[str]:
         """See RolloutEngine.describe_speculation; of each engine."""
