@@ -4,18 +4,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cotrain.actors.policy import Policy
 from cotrain.actors.policy_transfer import PolicyTransfer
-from cotrain.actors.replicas import Replicas, Watch
+from cotrain.actors.replicas import Method, Replicas, Watch
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
+from cotrain.process.calls import Reply
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload, Window
 from cotrain.transport.nodes import Nodes
+from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 
 KEPT_DRAFTER = "kept/rank_0/drafter.safetensors"
@@ -27,6 +29,9 @@ HISTORY = "history.safetensors"
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or loaded weights after this time counts as dead; a few seconds are usual."""
 
+T = TypeVar("T")
+P = ParamSpec("P")
+
 
 class RolloutEngines(Replicas):
     """All vLLM replicas, which serve the same versions. `current` is kept up to date with them."""
@@ -37,8 +42,7 @@ class RolloutEngines(Replicas):
         """See Replicas."""
         super().__init__(cluster, nodes, config, current, watch)
         self._returning: list[int] = []  # restarted engines that wait for the learner's next update
-        # The last call of each kind with a lasting effect. An engine that is started again gets them too.
-        self._settings: dict[str, Callable[[int], Any]] = {}
+        self._settings: dict[Callable[..., Any], Callable[[int], Any]] = {}  # the last calls of `_set`, for one engine
 
     def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
@@ -129,10 +133,7 @@ class RolloutEngines(Replicas):
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
         returned, num_bytes = self._send_policy(self._transfer, keep_kv) if self._transfer else ([], payload.num_bytes)
-        update, begin = RolloutEngine.update_policy, self.begin
-        here = self._brought(payload)
-        calls = {engine: begin(engine, update, its, policy_version, keep_kv) for engine, its in here.items()}
-        reports, refusal = self.results(calls, UPDATE_SECONDS)
+        reports, refusal = self._update(RolloutEngine.update_policy, payload, policy_version, keep_kv)
         if refusal is not None:
             raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")
         self._current.record_policy(payload, policy_version)
@@ -160,17 +161,12 @@ class RolloutEngines(Replicas):
 
         All engines check the weights before one loads them. Raises WeightUpdateRefused; all engines then keep what they had.
         """
-        update = RolloutEngine.update_drafter
         self._current.record_attempt(drafter_version)
         if len(self.in_dispatch) > 1:
-            here = self._brought(payload)
-            checks = {engine: self.begin(engine, RolloutEngine.check_drafter, its) for engine, its in here.items()}
-            _, refusal = self.results(checks, UPDATE_SECONDS)
+            _, refusal = self._update(RolloutEngine.check_drafter, payload)
             if refusal is not None:
                 raise refusal
-        rest, here = (drafter_version, expected_rates), self._brought(payload)
-        calls = {engine: self.begin(engine, update, its, *rest) for engine, its in here.items()}
-        reports, refusal = self.results(calls, UPDATE_SECONDS)
+        reports, refusal = self._update(RolloutEngine.update_drafter, payload, drafter_version, expected_rates)
         if refusal is not None:
             self.results({engine: self.begin(engine, RolloutEngine.undo_drafter_update) for engine in reports})
             raise refusal
@@ -181,10 +177,18 @@ class RolloutEngines(Replicas):
         """See RolloutEngine.served_digests; of each engine."""
         return [*self.call_all(RolloutEngine.served_digests, names, draft).values()]
 
-    def _brought(self, payload: WeightPayload) -> dict[int, WeightPayload]:
-        """Bring the payload's file to each engine's node, once per node. An engine whose node is gone is quarantined."""
-        here: dict[int, WeightPayload] = {}
-        there: dict[str, str] = {}
+    def _update(
+        self,
+        method: Method[Concatenate[WeightPayload, P], T],
+        payload: WeightPayload,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> tuple[dict[int, T], WeightUpdateRefused | None]:
+        """Bring the payload's file to each engine's node, once per node, and call this method of all engines with it.
+
+        Returns what `results` does. An engine whose node is gone is quarantined.
+        """
+        there, begun = dict[str, str](), dict[int, Reply[T]]()
         for engine in self.in_dispatch:
             node = self.node_of[engine]
             try:
@@ -192,22 +196,23 @@ class RolloutEngines(Replicas):
             except RunFailure as failure:
                 self.lose(engine, failure)
             else:
-                here[engine] = replace(payload, path=there[node])
-        return here
+                begun[engine] = self.begin(engine, method, replace(payload, path=there[node]), *args, **options)
+        return self.results(begun, UPDATE_SECONDS)
 
     # -- switches and caches -----------------------------------------------------------------------------------------
 
     def time_draft_lengths(self, prompts: list[list[int]]) -> list[list[list[float]]]:
         """See RolloutEngine.time_draft_lengths; of each engine."""
-        call = RolloutEngine.time_draft_lengths
-        self._settings["timing"] = lambda engine: self.call(engine, call, prompts)
-        return list(self.call_all(call, prompts).values())
+        return list(self._set(RolloutEngine.time_draft_lengths, prompts).values())
 
     def set_num_speculative_tokens(self, num: int | None) -> None:
         """See RolloutEngine.set_num_speculative_tokens."""
-        call = RolloutEngine.set_num_speculative_tokens
-        self._settings["length"] = lambda engine: self.call(engine, call, num)
-        self.call_all(call, num)
+        self._set(RolloutEngine.set_num_speculative_tokens, num)
+
+    def _set(self, method: Method[P, T], *args: P.args, **options: P.kwargs) -> dict[int, T]:
+        """Make a call with a lasting effect, which an engine that is started again gets too."""
+        self._settings[method] = lambda engine: self.call(engine, method, *args, **options)
+        return self.call_all(method, *args, **options)
 
     def describe_speculation(self) -> list[str]:
         """See RolloutEngine.describe_speculation; of each engine."""

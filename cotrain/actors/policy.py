@@ -1,7 +1,7 @@
 """The policy learner in processes of its own, one a rank, and its client. See PolicyLearner for what the calls do."""
 
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
 
-P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class PolicyActor(LearnerActor):
@@ -30,9 +30,7 @@ class Policy(Learner[PolicyLearner]):
         return self._begin(PolicyLearner.update, rollouts)
 
     def write_payload(self, path: Path) -> WeightPayload:
-        payload = self._call(PolicyLearner.write_payload, path)
-        assert payload is not None  # it comes from rank 0
-        return payload
+        return self._from_rank_0(self._call(PolicyLearner.write_payload, path))
 
     def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
         self._call(PolicyLearner.connect_engines, client, num_workers, address, port)
@@ -41,20 +39,21 @@ class Policy(Learner[PolicyLearner]):
         return self._call(PolicyLearner.send_weights)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        states = self._call(PolicyLearner.hidden_states, token_ids, layers)
-        assert states is not None
-        return states
+        return self._from_rank_0(self._call(PolicyLearner.hidden_states, token_ids, layers))
 
     def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
-        draws = self._call(PolicyLearner.response_draws, rollouts, sampling, logit_tolerance)
-        assert draws is not None
-        return draws
+        return self._from_rank_0(self._call(PolicyLearner.response_draws, rollouts, sampling, logit_tolerance))
 
     def save(self, folder: Path, weights: bool = True) -> None:
         self._call(PolicyLearner.save, folder, weights)
 
     def load(self, folder: Path) -> None:
         self._call(PolicyLearner.load, folder)
+
+    @staticmethod
+    def _from_rank_0(result: T | None) -> T:
+        assert result is not None  # other ranks return None
+        return result
 
 
 def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:

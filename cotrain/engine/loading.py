@@ -22,7 +22,7 @@ class ModelWeights(ServedWeights):
 
     def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
         """kept: see ServedWeights. target: the policy's model beside which a drafter serves; None for the policy itself."""
-        self._model, self._model_config = model, model_config
+        self.model, self._model_config = model, model_config
         never_sent = ["rotary_emb.inv_freq"]
         if target is not None:
             never_sent += ["t2d", *modules_shared_with_target(model, target)]
@@ -31,10 +31,10 @@ class ModelWeights(ServedWeights):
         super().__init__(Path(model_config.model), model_config.dtype, never_sent, kept, is_drafter=target is not None)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        reload_weights(self._model, self._model_config, tensors)
+        reload_weights(self.model, self._model_config, tensors)
 
     def differing(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> list[str]:
-        return differing_tensors(self._model, tensors, columns, turn)
+        return differing_tensors(self.model, tensors, columns, turn)
 
     def of_all_ranks(self, value: T) -> list[T]:
         from vllm.distributed import get_tp_group

@@ -30,19 +30,21 @@ class ServedWeights(ABC):
     3. *read back*: what the model serves is compared with what was sent, copies that the engine derives from it included;
     4. *undone* if that differs: the last good state is applied and read back, and only then is the update refused.
 
-    All ranks make each step together, and an update that one of them refuses is refused by all. One good state of the policy is
-    kept, so shared memory holds two policies at most: that one, and the update that is being written. Of a drafter the good
-    state before it is kept too, so that an update which another engine has refused can be undone here.
+    All ranks make each step together, and an update that one of them refuses is refused by all. The last good state of the policy
+    stays in shared memory, which so holds two policies at most: that one, and the update that is being written. Of a drafter the
+    state before it stays too, so that an update which another engine has refused can be undone here.
 
-    The engine's folder implements the three abstract methods for vLLM's models.
+    The three abstract methods are the receiving end, which cotrain/engine/ implements for vLLM's models.
     """
 
     def __init__(
         self, checkpoint: Path, dtype: torch.dtype, never_sent: Sequence[str], kept: Path, is_drafter: bool = False
     ):
-        """checkpoint: folder that the model was loaded from, in `dtype`; an update has the same tensors but for those whose names
-        end in one of `never_sent`. kept: name of a hard link to the last good payload, on the payloads' file system; each rank has
-        its own."""
+        """checkpoint: folder that the model was loaded from, in `dtype`.
+
+        never_sent: an update has the checkpoint's tensors, except those whose names end in one of these. kept: name of a hard link to
+        the last good payload, on the payloads' file system; each rank has its own.
+        """
         self._checkpoint, self._dtype, self._never_sent, self._is_drafter = checkpoint, dtype, never_sent, is_drafter
         self._kept, self._before, self._new = (kept.with_suffix(s) for s in (".safetensors", ".before", ".new"))
         kept.parent.mkdir(parents=True, exist_ok=True)

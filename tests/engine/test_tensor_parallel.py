@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.tap_admission import TapRequest
-from cotrain.engine.weight_transfer import of_all_ranks
 from cotrain.engine.worker import EngineWorker
 from cotrain.engine.worker_extension import CotrainWorker
 from cotrain.process.scratch import scratch_folder
@@ -87,7 +86,7 @@ class Faulty(EngineWorker):
     def kept(self) -> list[list[str]]:
         """Names of the files that each rank keeps."""
         folder = self.weights[False]._kept.parent
-        return of_all_ranks(sorted(f"{folder.name}/{path.name}" for path in folder.iterdir()))
+        return self.weights[False].of_all_ranks(sorted(f"{folder.name}/{path.name}" for path in folder.iterdir()))
 
 
 class FaultyWorker(CotrainWorker):
