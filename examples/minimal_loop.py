@@ -94,10 +94,10 @@ async def generate(config: RunConfig, engine: RolloutEngine, prompts: list[tuple
     return replace(batch, gain=window.gain)
 
 
-def with_advantages(rewards: list[float], batch: RolloutBatch) -> list[ScoredRollout]:
+def with_advantages(config: RunConfig, rewards: list[float], batch: RolloutBatch) -> list[ScoredRollout]:
     """Return the rollouts with their rewards, and advantages relative to the samples of the same prompt."""
     groups = [rollout.prompt_id for rollout in batch.rollouts]
-    advantages = group_advantages(groups, rewards)
+    advantages = group_advantages(groups, rewards, config.policy.advantage)
     return [ScoredRollout(*fields) for fields in zip(batch.rollouts, rewards, advantages, strict=True)]
 
 
@@ -157,7 +157,7 @@ async def train(config: RunConfig, scratch: Path) -> None:
             by_id = {prompt.id: prompt for prompt, _ in prompts}
             rewards = [score(by_id[rollout.prompt_id], rollout.text) for rollout in batch.rollouts]
             decision = await improve_drafter(config, roles, batch, step)
-            await improve_policy(roles, with_advantages(rewards, batch))
+            await improve_policy(roles, with_advantages(config, rewards, batch))
             length = batch.speculation.acceptance_length if batch.speculation else 1.0
             print(
                 f"step {step}/{config.steps}  reward {sum(rewards) / len(rewards):.2f}  accept {length:.2f}  "

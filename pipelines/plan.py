@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
-TRAINED = 16
-"""Bytes a learner holds of each parameter: float32 weight, gradient and AdamW's two moments."""
+TRAINED, FROZEN = 16, 4
+"""Bytes a learner holds of each parameter: float32 weight, gradient and AdamW's two moments; or the weight alone."""
 
 
 def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
@@ -91,12 +91,13 @@ def _sizes(
     update = sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in sent)
     served = (num_parameters * value + update) / rollout.tensor_parallel_size
     parts = learner.num_processes if learner.sharding else 1
-    held = TRAINED * num_parameters / parts
+    held = (TRAINED + (FROZEN if learner.kl_coefficient else 0)) * num_parameters / parts
     trained = "float32 weights, gradients and AdamW's two moments"
     memory = [
         f"  rollout {served / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys and values "
         "take the rest of rollout.vllm.gpu_memory_utilization",
         f"  policy {held / GIB:.1f} GiB: {trained} of {num_parameters:,} parameters"
+        + (", and the reference of policy.kl_coefficient" if learner.kl_coefficient else "")
         + (f", one of {parts} parts" if parts > 1 else ""),
     ]
     engines = {node for role, node in node_of.items() if role.startswith("rollout")}

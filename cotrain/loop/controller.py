@@ -173,7 +173,7 @@ class Controller:
         rewards = [reward for group in groups for reward in group.rewards]
         # Not by prompt: where another prompt has taken the place of one that was lost, two groups may have the same.
         places = [str(place) for place, group in enumerate(groups) for _ in group.rollouts]
-        advantages = group_advantages(places, rewards)
+        advantages = group_advantages(places, rewards, self.config.policy.advantage)
         return [ScoredRollout(*fields) for fields in zip(rollouts, rewards, advantages, strict=True)]
 
     def _check_distribution(

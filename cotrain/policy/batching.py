@@ -8,6 +8,7 @@ positions 1 2 3 predict 4 5 6:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -18,21 +19,31 @@ from cotrain.records import ScoredRollout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rollouts of one forward pass: B rows of L tokens, one rollout each, with N response tokens in all."""
+    """Rollouts of one forward pass: B rows of L tokens, holding S rollouts with N response tokens."""
 
     rollouts: list[ScoredRollout]
-    token_ids: Tensor  # [B, L] int64, padded on the right, which no token sees under causal attention
+    token_ids: Tensor  # [B, L] int64
+    position_ids: Tensor | None  # [B, L] int64, starting at 0 with each packed rollout; None: 0..L-1 in every row
     predictors: Tensor  # [N] int64, the position that predicts each response token, as an index into the B*L positions
     targets: Tensor  # [N] int64, the response tokens
+    sequence_ids: Tensor  # [N] int64, the rollout of each response token, 0 to S-1
+    lengths: Tensor  # [S] int64, response tokens
     advantages: Tensor  # [N] float32
     behaviour_log_probs: Tensor  # [N] float32, from the engine
+    old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
     versions: Tensor  # [N] int64, policy version that generated each response token
     has_advantage: bool  # whether any advantage differs from 0
 
 
-def share_of_rank(rollouts: Sequence[ScoredRollout], rank: int, num_ranks: int) -> list[ScoredRollout]:
+def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
+    """Split rollouts in order into `count` minibatches of sizes that differ by at most 1, whatever the number of ranks."""
+    bounds = [len(rollouts) * index // count for index in range(count + 1)]
+    return [list(rollouts[start:end]) for start, end in pairwise(bounds)]
+
+
+def share_of_rank(minibatch: Sequence[ScoredRollout], rank: int, num_ranks: int) -> list[ScoredRollout]:
     """Sort rollouts by nonzero advantage and by length, and return every num_ranks-th, so that ranks get similar work."""
-    by_work = sorted(rollouts, key=lambda scored: (scored.advantage != 0, num_input_tokens(scored)), reverse=True)
+    by_work = sorted(minibatch, key=lambda scored: (scored.advantage != 0, num_input_tokens(scored)), reverse=True)
     return by_work[rank::num_ranks]
 
 
@@ -41,18 +52,25 @@ def num_input_tokens(scored: ScoredRollout) -> int:
     return len(scored.rollout.prompt_token_ids) + len(scored.rollout.token_ids) - 1
 
 
-def micro_batches(rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, batching: str, device: torch.device
+) -> list[MicroBatch]:
     """Sort rollouts by length into micro-batches of at most micro_batch_tokens positions, padding included.
 
-    A rollout longer than that gets a micro-batch of its own.
+    A rollout longer than that gets a micro-batch of its own. batching: "padded" or "packed", see policy.batching.
     """
     batches: list[list[ScoredRollout]] = []
+    positions = 0
     for scored in sorted(rollouts, key=num_input_tokens, reverse=True):
-        # The longest rollout of a batch comes first and sets its row length.
-        if not batches or num_input_tokens(batches[-1][0]) * (len(batches[-1]) + 1) > micro_batch_tokens:
+        length = num_input_tokens(scored)
+        # Rollouts come longest first, so the first rollout of a padded batch sets its row length.
+        added = num_input_tokens(batches[-1][0]) if batches and batching == "padded" else length
+        if not batches or positions + added > micro_batch_tokens:
             batches.append([])
+            positions, added = 0, length
         batches[-1].append(scored)
-    return [_micro_batch(batch, device) for batch in batches]
+        positions += added
+    return [_micro_batch(batch, batching, device) for batch in batches]
 
 
 def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
@@ -61,26 +79,46 @@ def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
     A rank that has run out of rollouts uses it to take part in a forward pass that all ranks make together, and with
     has_advantage in the backward pass too. batch: any other micro-batch.
     """
-    tokens = ("predictors", "targets", "advantages", "behaviour_log_probs", "versions")
-    none = {name: getattr(batch, name)[:0] for name in tokens}
-    return replace(batch, rollouts=[], token_ids=batch.token_ids[:1, :1], has_advantage=has_advantage, **none)
+    tokens = ("predictors", "targets", "sequence_ids", "lengths", "advantages", "behaviour_log_probs", "versions")
+    return replace(
+        batch,
+        rollouts=[],
+        token_ids=batch.token_ids[:1, :1],
+        position_ids=None if batch.position_ids is None else batch.position_ids[:, :1],
+        old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[:0],
+        has_advantage=has_advantage,
+        **{name: getattr(batch, name)[:0] for name in tokens},
+    )
 
 
-def _micro_batch(scored: list[ScoredRollout], device: torch.device) -> MicroBatch:
-    rollouts, advantages = [one.rollout for one in scored], [one.advantage for one in scored]
-    token_ids = pad_sequence([torch.tensor(r.prompt_token_ids + r.token_ids[:-1]) for r in rollouts], batch_first=True)
-    predictors = []
-    for row, rollout in enumerate(rollouts):
-        first = row * token_ids.shape[1] + len(rollout.prompt_token_ids) - 1
-        predictors.append(torch.arange(first, first + len(rollout.token_ids)))
-    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+def _micro_batch(rollouts: list[ScoredRollout], batching: str, device: torch.device) -> MicroBatch:
+    rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
+    position_ids = None
+    if batching == "padded":
+        # Under causal attention no token sees the padding on its right, so no mask is needed.
+        token_ids = pad_sequence(rows, batch_first=True)
+        starts = list(range(0, token_ids.numel(), token_ids.shape[1]))
+    else:
+        # transformers detects that position ids restart and keeps attention within each rollout.
+        token_ids = torch.cat(rows)[None]
+        position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None].to(device)
+        starts = list(accumulate(map(len, rows[:-1]), initial=0))
+    lengths = torch.tensor([len(scored.rollout.token_ids) for scored in rollouts])
+    ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
+    predictors = [torch.arange(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
+    advantages = torch.tensor([scored.advantage for scored in rollouts], dtype=torch.float32)
+    behaviour = torch.tensor([log_prob for scored in rollouts for log_prob in scored.rollout.log_probs]).to(device)
     return MicroBatch(
-        rollouts=scored,
+        rollouts=rollouts,
         token_ids=token_ids.to(device),
+        position_ids=position_ids,
         predictors=torch.cat(predictors).to(device),
-        targets=torch.tensor([token for rollout in rollouts for token in rollout.token_ids]).to(device),
-        advantages=torch.tensor(advantages, dtype=torch.float32).repeat_interleave(lengths).to(device),
-        behaviour_log_probs=torch.tensor([value for rollout in rollouts for value in rollout.log_probs]).to(device),
-        versions=torch.tensor([s.versions.policy for r in rollouts for s in r.segments for _ in range(*s[1:])]),
-        has_advantage=any(advantage != 0 for advantage in advantages),
+        targets=torch.tensor([token for scored in rollouts for token in scored.rollout.token_ids]).to(device),
+        sequence_ids=torch.arange(len(rollouts)).repeat_interleave(lengths).to(device),
+        lengths=lengths.to(device),
+        advantages=advantages.repeat_interleave(lengths).to(device),
+        behaviour_log_probs=behaviour,
+        old_log_probs=behaviour,
+        versions=torch.tensor([s.versions.policy for r in rollouts for s in r.rollout.segments for _ in range(*s[1:])]),
+        has_advantage=any(scored.advantage != 0 for scored in rollouts),
     )

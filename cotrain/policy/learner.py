@@ -1,7 +1,7 @@
 """The policy learner: one rank's copy of the policy, or its part under FSDP2, and its GRPO update.
 
 Every public method is collective: all ranks call it, with the same arguments. In an update, each rank trains on its share of
-the rollouts. Losses are normalised over all rollouts, so the update does not depend on the number of ranks or on
+the rollouts. Loss weights are normalised over the whole minibatch, so the update does not depend on the number of ranks or on
 the micro-batch size. Ranks find each other as in any Accelerate program, through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 Nothing here draws a random number: there is no dropout and no shuffling.
 """
@@ -9,13 +9,14 @@ Nothing here draws a random number: there is no dropout and no shuffling.
 import contextlib
 import math
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -26,9 +27,9 @@ from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.emitted import Draws, response_draws
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.policy import sharding
-from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank
+from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
-from cotrain.policy.losses import by_lag, kl_estimate, policy_loss, step_metrics
+from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from drafters.base import SamplingParams
 from drafters.files import CONFIG, GENERATION_CONFIG, WEIGHTS
@@ -68,7 +69,7 @@ class PolicyLearner:
             if self._sharded
             else Accelerator(
                 cpu=cpu,
-                mixed_precision="no",  # ResponseLogProbs sets autocast itself
+                mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
                 # A forward pass without gradients on one rank must not wait for the others to broadcast buffers.
                 kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
             )
@@ -79,48 +80,68 @@ class PolicyLearner:
                 "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
             )
         set_seed(seed)
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        if not self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
-            model = model.to(self._accelerator.device)
-        self._policy = ResponseLogProbs(model.eval(), rollout.temperature, getattr(torch, config.dtype))
+        self._policy = self._load_model(model_path)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
-        optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, total_steps)
+        self._reference = None
+        if config.kl_coefficient > 0:
+            self._reference = self._load_model(model_path).requires_grad_(False)
+        updates = total_steps * config.minibatches
+        optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, updates)
         # DDP's wrapper of the policy; under FSDP the policy itself.
         self._prepared, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
         if self._sharded:
             register_fsdp_forward_method(self._policy, "with_weights")
+            if self._reference is not None:
+                fsdp2_prepare_model(self._accelerator, self._reference)
+
+    def _load_model(self, model_path: str) -> ResponseLogProbs:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        if not self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
+            model = model.to(self._accelerator.device)
+        return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
 
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
-        """Take an optimizer step on these rollouts, which must be the same on all ranks.
+        """Take policy.minibatches optimizer steps on these rollouts, which must be the same on all ranks.
 
         A step whose advantages are all 0 is still taken, as is usual, so AdamW's momentum still moves the weights. Returns the
-        policy/* metrics of docs/guide/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer
-        rollouts than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
+        policy/* metrics of docs/guide/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer rollouts
+        in a minibatch than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
         """
-        num_ranks = self._accelerator.num_processes
-        if len(rollouts) < num_ranks:
+        config, num_ranks = self._config, self._accelerator.num_processes
+        if len(rollouts) // config.minibatches < num_ranks:
             raise ValueError(
-                f"{len(rollouts)} rollouts leave one of {num_ranks} learner processes without any; lower policy.num_processes"
+                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave one of {num_ranks} learner processes "
+                "without any; lower policy.minibatches or policy.num_processes"
             )
-        num_tokens = sum(len(scored.rollout.token_ids) for scored in rollouts)
-        oldest = min(scored.rollout.segments[0].versions.policy for scored in rollouts)
-        share, values = self._micro_batches(rollouts), list[dict[str, Tensor]]()
-        for batch in share:
-            of_batch = self._forward_backward(batch, num_tokens, last=batch is share[-1])
-            if oldest < self.policy_version:
-                of_batch |= by_lag(of_batch, self.policy_version - batch.versions, self.policy_version - oldest)
-            values.append(of_batch)
-        of_step = self._optimizer_step(share, values)
-        self.policy_version += 1
-        return step_metrics(values, of_step, self._accelerator)
+        minibatches = split_minibatches(rollouts, config.minibatches)
+        shares = [self._micro_batches(minibatch) for minibatch in minibatches]
+        if config.old_log_probs == "recomputed":
+            shares = [[self._with_own_log_probs(batch) for batch in share] for share in shares]
 
-    def _micro_batches(self, rollouts: list[ScoredRollout]) -> list[MicroBatch]:
+        oldest = min(scored.rollout.segments[0].versions.policy for scored in rollouts)
+        values: list[dict[str, Tensor]] = []
+        steps: list[tuple[float, float, float]] = []
+        for minibatch, share in zip(minibatches, shares, strict=True):
+            lengths = [len(scored.rollout.token_ids) for scored in minibatch]
+            denominator = loss_denominator(config, lengths, self._rollout.max_new_tokens)
+            of_share = [self._forward_backward(batch, denominator, last=batch is share[-1]) for batch in share]
+            for batch, of_batch in zip(share, of_share, strict=True):
+                if steps:  # only the first step's policy is the one that the engines served
+                    del of_batch["rollout_log_prob_gap"]
+                elif oldest < self.policy_version:
+                    of_batch |= by_lag(of_batch, self.policy_version - batch.versions, self.policy_version - oldest)
+            steps.append(self._optimizer_step(share, of_share))
+            values += of_share
+        self.policy_version += 1
+        return step_metrics(values, steps, self._accelerator)
+
+    def _micro_batches(self, minibatch: list[ScoredRollout]) -> list[MicroBatch]:
         """Build this rank's micro-batches. Rollouts whose advantage is 0 get micro-batches of their own, which come first."""
-        accelerator = self._accelerator
-        share = share_of_rank(rollouts, accelerator.process_index, accelerator.num_processes)
+        config, accelerator = self._config, self._accelerator
+        share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
-        batches = [micro_batches(part, self._config.micro_batch_tokens, accelerator.device) for part in parts]
+        batches = [micro_batches(p, config.micro_batch_tokens, config.batching, accelerator.device) for p in parts]
         if self._sharded:
             # Each pass gathers the weights of every layer from all ranks, so all ranks must make the same passes.
             counts = torch.tensor([[len(part) for part in batches]], device=accelerator.device)
@@ -129,17 +150,28 @@ class PolicyLearner:
                 batches[part] += [empty_micro_batch(some, part == 1) for _ in range(most - len(batches[part]))]
         return [batch for part in batches for batch in part]
 
-    def _forward_backward(self, batch: MicroBatch, num_tokens: int, last: bool) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def _with_own_log_probs(self, batch: MicroBatch) -> MicroBatch:
+        # With a single minibatch, the training forward pass gives the same log-probs.
+        own = None if self._config.minibatches == 1 else self._log_probs(self._policy, batch)[0]
+        return replace(batch, old_log_probs=own)
+
+    @staticmethod
+    def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return model(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
+
+    def _forward_backward(self, batch: MicroBatch, denominator: int, last: bool) -> dict[str, Tensor]:
         """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""
         # The last micro-batch always runs backward, because DDP exchanges the gradients in that pass.
-        with_gradient = last or batch.has_advantage
-        model = self._prepared if with_gradient else self._policy
+        with_gradient = last or self._reference is not None or batch.has_advantage
         # FSDP exchanges gradients after each micro-batch: until then, each rank holds those of the whole policy.
         synced = last or self._sharded
         with contextlib.nullcontext() if synced else self._accelerator.no_sync(self._prepared):
             with torch.set_grad_enabled(with_gradient):
-                log_probs, entropy = model(batch.token_ids, batch.predictors, batch.targets)
-                per_token, values = policy_loss(self._config, num_tokens, batch, log_probs)
+                log_probs, entropy = self._log_probs(self._prepared if with_gradient else self._policy, batch)
+                with torch.no_grad():
+                    reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
+                per_token, values = policy_loss(self._config, denominator, batch, log_probs, reference)
             if with_gradient:
                 # Gradients are averaged over the ranks; the loss is already normalised over all of them.
                 self._accelerator.backward(per_token.sum() * self._accelerator.num_processes)
@@ -151,8 +183,8 @@ class PolicyLearner:
             "rollout_log_prob_gap": (batch.behaviour_log_probs - current).abs(),
         }
 
-    def _optimizer_step(self, share: list[MicroBatch], values: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Take an optimizer step on the accumulated gradient. Returns loss (over all ranks), gradient norm and learning rate."""
+    def _optimizer_step(self, share: list[MicroBatch], values: list[dict[str, Tensor]]) -> tuple[float, float, float]:
+        """Take one optimizer step on the accumulated gradient. Returns loss (over all ranks), gradient norm and learning rate."""
         losses = [of_batch.pop("loss") for of_batch in values]
         parameters = self._prepared.parameters()
         grad_norm = float(self._accelerator.clip_grad_norm_(parameters, MAX_GRAD_NORM))
@@ -171,7 +203,7 @@ class PolicyLearner:
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
-        return {"loss": loss, "grad_norm": grad_norm, "learning_rate": float(learning_rate)}
+        return loss, grad_norm, float(learning_rate)
 
     def write_payload(self, path: str | Path) -> WeightPayload | None:
         """Write the weights for the engines to a file. Returns its description on rank 0. Raises OSError when the disk is full.
@@ -258,7 +290,7 @@ class PolicyLearner:
         self._accelerator.wait_for_everyone()
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder that save() wrote with any number of ranks."""
+        """Continue from a folder that save() wrote with any number of ranks. The reference stays the initial policy."""
         folder, model = Path(folder), self._policy.model
         weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
@@ -267,13 +299,16 @@ class PolicyLearner:
         self._scheduler.load_state_dict(state["scheduler"])
         self.policy_version = state["policy_version"]
 
+    def close(self) -> None:
+        """Leave the process group, once all ranks are done with it."""
+        self._accelerator.wait_for_everyone()
+        self._accelerator.end_training()
+
 
 def _broken(batch: MicroBatch, losses: Tensor) -> list[str]:
     """Name the rollouts of a micro-batch whose tokens' losses [N] are not all finite."""
-    rollouts = [scored.rollout for scored in batch.rollouts]
-    of_rollouts = losses.split([len(rollout.token_ids) for rollout in rollouts])
-    broken = [r for r, own in zip(rollouts, of_rollouts, strict=True) if not own.isfinite().all()]
-    return [f"{rollout.prompt_id}/{rollout.sample_index}" for rollout in broken]
+    rollouts = [batch.rollouts[index].rollout for index in batch.sequence_ids[~losses.isfinite()].unique()]
+    return [f"{rollout.prompt_id}/{rollout.sample_index}" for rollout in rollouts]
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:

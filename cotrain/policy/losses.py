@@ -1,12 +1,15 @@
-"""Advantages, the policy-gradient loss of response tokens, and the metrics of a policy step.
+"""Advantages, policy-gradient losses over response tokens, and the metrics of a policy step.
 
-The loss works on flat tensors of N response tokens, the rollouts of a micro-batch one after the other. It is normalised over
-the response tokens of the whole step (token mean, as in DAPO, arXiv:2503.14476), so micro-batches and ranks just add up.
+Every loss works on flat tensors: N response tokens of S rollouts one after the other, sequence_ids [N] saying
+which rollout each token belongs to. A loss is sum_n weight_n * loss_n, with weights that already carry the
+normalisation over the whole minibatch, so micro-batches and ranks just add up.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -15,32 +18,49 @@ from torch import Tensor
 from cotrain.config.schema import PolicyConfig
 from cotrain.policy.batching import MicroBatch
 
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-"""The importance ratio is clipped at 1 - CLIP_LOW and at 1 + CLIP_HIGH, the values of DAPO's clip-higher."""
-
-MAX_WEIGHT = 2.0
-"""Largest weight of a token under a behaviour correction."""
-
 MAX_LOG_RATIO = 20.0
 """Bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite."""
 
 WEIGHT_SQUARE = "behaviour_weight_square"
 
 
-def _behaviour_weights(log_probs: Tensor, behaviour_log_probs: Tensor) -> dict[str, Tensor]:
-    """Return metric values [N]; behaviour_weight_mean corrects each token's loss for sampling by the engine, not by pi.
+def loss_denominator(config: PolicyConfig, lengths: Sequence[int], max_new_tokens: int) -> int:
+    """Return what the losses of a minibatch are divided by; `lengths` are the response tokens of its rollouts.
 
-    It is min(w, MAX_WEIGHT) with w = pi / pi_engine of each token (truncated importance sampling: Ionides, 2008; V-trace,
-    arXiv:1802.01561; the decoupled objective: Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298). As long as no weight is
-    truncated, the expected weighted loss under the engine equals the expected loss under pi.
+    token_mean:           num_tokens                                            (DAPO, arXiv:2503.14476)
+    seq_mean_token_mean:  num_sequences, and each token by its rollout's length (GRPO, arXiv:2402.03300)
+    seq_mean_token_sum:   num_sequences * max_new_tokens                        (Dr. GRPO, arXiv:2503.20783)
     """
-    ratio = (log_probs - behaviour_log_probs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    weight = ratio.clamp(max=MAX_WEIGHT)
+    if config.loss_aggregation == "token_mean":
+        return sum(lengths)
+    return len(lengths) * (max_new_tokens if config.loss_aggregation == "seq_mean_token_sum" else 1)
+
+
+def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_log_probs: Tensor) -> dict[str, Tensor]:
+    """Return metric values [N]; behaviour_weight_mean corrects each token's loss for sampling by the engine, not pi_old.
+
+    With w = pi_old / pi_engine of each token (the decoupled objective: Hilton et al., arXiv:2110.00641; AReaL,
+    arXiv:2505.24298):
+
+    truncate: min(w, cap)                   (truncated importance sampling: Ionides, 2008; V-trace, arXiv:1802.01561)
+    mask:     w if 1/cap <= w <= cap else 0 (IcePop: Ring-1T, arXiv:2510.18855)
+
+    As long as no weight is bounded, the expected weighted loss under the engine equals the expected loss under pi_old.
+    """
+    ratio = (old_log_probs - behaviour_log_probs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    limited, name = ratio > config.behaviour_cap, "behaviour_capped"
+    if config.behaviour_correction == "truncate":
+        weight = ratio.clamp(max=config.behaviour_cap)
+    else:
+        name = "behaviour_masked"
+        limited |= ratio < 1 / config.behaviour_cap
+        # Multiply instead of selecting, so that a ratio of NaN shows in the loss.
+        weight = ratio * ~limited
     return {
         "behaviour_ratio_mean": ratio,
         "behaviour_weight_mean": weight,
         WEIGHT_SQUARE: weight.double().square(),
-        "behaviour_capped": ratio > MAX_WEIGHT,
+        name: limited,  # the share of tokens whose weight is not their ratio
     }
 
 
@@ -54,33 +74,49 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 
 
 def policy_loss(
-    config: PolicyConfig, num_tokens: int, batch: MicroBatch, log_probs: Tensor
+    config: PolicyConfig, denominator: int, batch: MicroBatch, log_probs: Tensor, reference_log_probs: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's clipped surrogate of one micro-batch's tokens [N].
+    """Compute PPO's clipped surrogate plus KL penalty of one micro-batch's tokens [N].
 
-    surrogate = -min(ratio * A, clip(ratio) * A), where ratio = pi / pi_old of the token. pi_old is the engine's or, with
-    old_log_probs = "recomputed", that of this forward pass, so that the ratio is 1 and only its gradient counts. A behaviour
-    correction multiplies the surrogate by each token's weight. num_tokens: response tokens of the step. Returns the loss of each token, whose sum is this micro-batch's part of the step's loss, and detached values [N] for
-    the metrics.
+    surrogate = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), where ratio = pi / pi_old of the token, or its
+    geometric mean over the rollout if importance_ratio is "sequence" (GSPO, arXiv:2507.18071). A behaviour correction multiplies
+    the surrogate by each token's weight and leaves the KL penalty alone. The denominator (`loss_denominator`) also counts tokens
+    whose weight is 0; otherwise each masked token would raise the weight of the others. Returns the loss of each token, whose
+    sum is this micro-batch's part of the minibatch's loss, and detached values [N] for the metrics.
     """
-    old_log_probs = log_probs.detach() if config.old_log_probs == "recomputed" else batch.behaviour_log_probs
-    ratio = (log_probs - old_log_probs).exp()
+    old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    log_ratio = log_probs - old_log_probs
+    if config.importance_ratio == "sequence":
+        sums = torch.zeros(len(batch.lengths), dtype=log_ratio.dtype, device=log_ratio.device)
+        log_ratio = (sums.index_add(0, batch.sequence_ids, log_ratio) / batch.lengths)[batch.sequence_ids]
+    ratio = log_ratio.exp()
     plain = ratio * batch.advantages
-    clipped = ratio.clamp(1.0 - CLIP_LOW, 1.0 + CLIP_HIGH) * batch.advantages
+    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
     per_token = -torch.minimum(plain, clipped)
     values = {"clip_fraction": clipped < plain, "ratio_max": ratio.detach()}
     if config.behaviour_correction is not None:
-        values |= _behaviour_weights(old_log_probs, batch.behaviour_log_probs)
+        values |= _behaviour_weights(config, old_log_probs, batch.behaviour_log_probs)
         per_token = per_token * values["behaviour_weight_mean"]
-    return per_token * (1 / num_tokens), values
+    if reference_log_probs is not None:
+        kl_reference = kl_estimate(log_probs, reference_log_probs)
+        per_token = per_token + config.kl_coefficient * kl_reference
+        values["kl_reference"] = kl_reference.detach()
+    lengths = batch.lengths[batch.sequence_ids] if config.loss_aggregation == "seq_mean_token_mean" else 1
+    weights = torch.ones(len(per_token), device=per_token.device) / (denominator * lengths)
+    return per_token * weights, values
 
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation; rewards that differ by no more than this count as equal."""
 
 
-def group_advantages(group_ids: Sequence[str], rewards: Sequence[float]) -> list[float]:
-    """Return the advantage of each rollout, in the order given: (r - mean(r)) / (std(r) + 1e-6) (GRPO, arXiv:2402.03300).
+def group_advantages(
+    group_ids: Sequence[str], rewards: Sequence[float], kind: Literal["group_mean", "group_mean_std"]
+) -> list[float]:
+    """Return the advantage of each rollout, in the order given.
+
+    group_mean:      A_i = r_i - mean(r)                            (Dr. GRPO, arXiv:2503.20783)
+    group_mean_std:  A_i = (r_i - mean(r)) / (std(r) + 1e-6)        (GRPO, arXiv:2402.03300)
 
     A group is all rollouts with the same group id; std is the sample standard deviation (n - 1). A group whose
     rewards are all equal teaches nothing and gets exactly 0.
@@ -88,20 +124,23 @@ def group_advantages(group_ids: Sequence[str], rewards: Sequence[float]) -> list
     groups: dict[str, list[float]] = defaultdict(list)
     for group_id, reward in zip(group_ids, rewards, strict=True):
         groups[group_id].append(reward)
-    differ = {group_id: max(group) - min(group) > STD_EPSILON for group_id, group in groups.items()}
-    scale = {
-        group_id: (fmean(group), stdev(group) + STD_EPSILON) for group_id, group in groups.items() if differ[group_id]
-    }
-    return [(r - scale[g][0]) / scale[g][1] if differ[g] else 0.0 for g, r in zip(group_ids, rewards, strict=True)]
+    baselines = {group_id: _mean_and_scale(group, kind) for group_id, group in groups.items()}
+    return [(r - baselines[p][0]) / baselines[p][1] for p, r in zip(group_ids, rewards, strict=True)]
+
+
+def _mean_and_scale(group: list[float], kind: str) -> tuple[float, float]:
+    if max(group) - min(group) <= STD_EPSILON:
+        return 0.0, math.inf
+    return fmean(group), stdev(group) + STD_EPSILON if kind == "group_mean_std" else 1.0
 
 
 def step_metrics(
-    values: Sequence[Mapping[str, Tensor]], of_step: dict[str, float], accelerator: Accelerator
+    values: Sequence[Mapping[str, Tensor]], steps: Sequence[tuple[float, float, float]], accelerator: Accelerator
 ) -> dict[str, float]:
     """Return the metrics under their logged names, the same on every rank. All ranks must call it.
 
     values: named values [N] of each of this rank's micro-batches. The mean over all tokens is logged, if there are any, and the
-    maximum of ratio_max. of_step: loss, gradient norm and learning rate, the same on every rank.
+    maximum of ratio_max. steps: loss, gradient norm and learning rate of each optimizer step, the same on every rank.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for of_batch in values:
@@ -111,15 +150,23 @@ def step_metrics(
     sums.pop("ratio_max")
     names = sorted(sums)
     local = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=accelerator.device)
-    totals = dict(zip(names, accelerator.reduce(local, "sum"), strict=True))
-    means = {name: float(total / count) for name, (total, count) in totals.items() if count}
-    square = means.pop(WEIGHT_SQUARE, None)
+    totals = accelerator.reduce(local, "sum")
+    metrics = {
+        f"policy/{name}": float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count
+    }
+    square = metrics.pop(f"policy/{WEIGHT_SQUARE}", None)
     if square is not None:
         # Kish's effective sample size as a share of the tokens: (sum w)^2 / (N sum w^2).
-        means["behaviour_ess"] = means["behaviour_weight_mean"] ** 2 / square if square else 0.0
+        metrics["policy/behaviour_ess"] = metrics["policy/behaviour_weight_mean"] ** 2 / square if square else 0.0
     largest = torch.cat([of_batch["ratio_max"] for of_batch in values]).max()
-    means["ratio_max"] = float(accelerator.gather(largest[None]).max())
-    return {f"policy/{name}": value for name, value in (means | of_step).items()}
+    losses, grad_norms, learning_rates = zip(*steps, strict=True)
+    return {
+        **metrics,
+        "policy/loss": sum(losses) / len(losses),
+        "policy/grad_norm": sum(grad_norms) / len(grad_norms),
+        "policy/ratio_max": float(accelerator.gather(largest[None]).max()),
+        "policy/learning_rate": learning_rates[-1],
+    }
 
 
 BY_LAG = {"kl": "behaviour_kl", "rollout_log_prob_gap": "rollout_log_prob_gap"}

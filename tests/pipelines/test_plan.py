@@ -123,6 +123,7 @@ def test_memory_follows_the_configuration() -> None:
     assert whole == pytest.approx(16 * 134_515_008 / 2**30, abs=0.05)
     assert gib("policy", "policy.num_processes=4") == whole
     assert gib("policy", "policy.num_processes=4", "policy.sharding=fsdp2") == pytest.approx(whole / 4, abs=0.06)
+    assert gib("policy", "policy.kl_coefficient=0.1") == pytest.approx(whole * 20 / 16, abs=0.06)
     assert gib("rollout", "drafter=none") == pytest.approx(4 * 134_515_008 / 2**30, abs=0.05)
 
 

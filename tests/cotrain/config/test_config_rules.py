@@ -41,7 +41,7 @@ REFUSED = [
         "rollout.speculation.proposers: an index of max_bytes = 1000000 cannot hold a step of rollouts of full length",
     ),
     ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
-    ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves nothing to compare a sample with"),
+    ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
     ("rollout.top_p=0.9", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=0.9, top_k=0)"),
     ("rollout.top_k=50", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=1, top_k=50)"),
     (
@@ -49,15 +49,18 @@ REFUSED = [
         "policy.behaviour_correction: 'truncate' corrects the learner's own log-probs; set policy.old_log_probs = "
         '"recomputed"',
     ),
-    ("policy.num_processes=3", "64 rollouts cannot be divided by policy.num_processes = 3"),
+    ("policy={behaviour_cap=3.0}", "policy.behaviour_cap: 3 has no effect without policy.behaviour_correction"),
+    ("policy.behaviour_cap=0.9", "policy.behaviour_cap: "),
+    ("policy.num_processes=3", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 1 x 3"),
     (
         "policy={num_processes=128, sharding='fsdp2'}",
-        "64 rollouts cannot be divided by policy.num_processes = 128",
+        "64 rollouts cannot be divided by policy.minibatches x policy.num_",
     ),
     ("policy.sharding=fsdp1", "policy.sharding: "),
+    ("policy.minibatches=5", "64 rollouts cannot be divided by policy.minibatches x policy.num_processes = 5 x 1"),
     ("policy.micro_batch_tokens=1023", "policy.micro_batch_tokens: 1023 is less than one rollout of full length"),
     ("rollout.max_new_tokens=8000", "or lower one of these two, which must fit the context of the model too"),
-    ("policy.minibatches=2", "policy.minibatches: unknown field"),
+    ("policy.clip_low=1.0", "policy.clip_low: must be less than 1"),
     ("policy.model=''", "policy.model: String should have at least 1 character"),
     (
         "rollout.prompts_per_step=2",
@@ -90,8 +93,10 @@ ACCEPTED = [
     ["rollout.num_speculative_tokens=4", "drafter.model.trained_depth=4"],
     ["rollout.num_speculative_tokens=9", "drafter=none"],
     ["rollout.top_p=0.9", "rollout.top_k=50", "policy.old_log_probs=recomputed"],
-    ["policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate"],
-    ["policy.num_processes=4"],
+    ["policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate", "policy.behaviour_cap=1.5"],
+    ["policy.old_log_probs=recomputed", "policy.behaviour_correction=mask", "policy.behaviour_cap=10"],
+    ["policy.old_log_probs=recomputed", "policy.importance_ratio=sequence"],
+    ["policy.num_processes=4", "policy.minibatches=16"],
     ["policy.num_processes=1", "policy.sharding=fsdp2"],
     ["policy.micro_batch_tokens=1024"],
     ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4"],
@@ -136,18 +141,23 @@ def test_all_broken_rules_of_a_section_are_told_at_once() -> None:
 
 def test_rules_between_fields_wait_until_every_field_is_right() -> None:
     with pytest.raises(ConfigError) as error:
-        load_config([], [*BASE, "policy.num_processes=1000", "rollout.top_p=2"])
-    assert [line.partition(":")[0] for line in error.value.problems] == ["rollout.top_p"]
+        load_config([], [*BASE, "policy.minibatches=1000", "policy.clip_low=2"])
+    assert [line.partition(":")[0] for line in error.value.problems] == ["policy.clip_low"]
 
 
-def test_a_correction_that_cannot_work_is_refused() -> None:
-    corrected = ["policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate"]
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_a_correction_that_cannot_work_is_refused(correction: str) -> None:
+    corrected = ["policy.old_log_probs=recomputed", f"policy.behaviour_correction={correction}"]
     for truncated in ("rollout.top_p=0.9", "rollout.top_k=50"):
         with pytest.raises(ConfigError) as error:
             load_config([], [*BASE, *corrected, truncated])
         [problem] = error.value.problems
-        assert "policy.behaviour_correction: 'truncate' does not go with truncated sampling" in problem
+        assert f"policy.behaviour_correction: '{correction}' does not go with truncated sampling" in problem
         assert "leave it out, or set top_p = 1 and top_k = 0" in problem
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, *corrected, "policy.importance_ratio=sequence"])
+    [problem] = error.value.problems
+    assert 'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction' in problem
 
 
 LAG = "stream.max_policy_lag=1"
@@ -158,7 +168,7 @@ LAG = "stream.max_policy_lag=1"
     [
         ([LAG, "rollout.synchronous_batches=true"], "rollout.synchronous_batches: true makes batches the same"),
         (
-            [LAG, "rollout.top_k=9", "policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate"],
+            [LAG, "rollout.top_k=9", "policy.old_log_probs=recomputed", "policy.behaviour_correction=mask"],
             "rollout.top_k",
         ),
         ([LAG, "policy.old_log_probs=recomputed"], 'policy.old_log_probs: "recomputed" without a correction ignores'),
@@ -186,6 +196,7 @@ def test_what_does_not_go_with_lag_is_refused(overrides: list[str], message: str
         [LAG, "stream.on_swap=keep_kv", "lossless.every=0"],
         [LAG, "stream.on_swap=keep_kv", "drafter=none"],
         [LAG, "policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate"],
+        [LAG, "policy.importance_ratio=sequence"],
     ],
     ids=" ".join,
 )

@@ -70,7 +70,7 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
     found = problems(
         "steps=0",
         "policy.optimizer.learning_rat=1",
-        "rollout.top_p=2",
+        "policy.clip_low=2",
         "rollout.temperature=hot",
         "drafter.buffer.max_bytez=1",
         "task.nmae=x",
@@ -80,9 +80,9 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
     assert sorted(line.partition(":")[0] for line in found) == [
         "cluster",
         "drafter.buffer.max_bytez",
+        "policy.clip_low",
         "policy.optimizer.learning_rat",
         "rollout.temperature",
-        "rollout.top_p",
         "steps",
         "task.nmae",
         "trackin",
@@ -92,7 +92,7 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.shardin=fsdp2", "policy.shardin: unknown field; did you mean policy.sharding?"),
+        ("policy.clip_lo=1", "policy.clip_lo: unknown field; did you mean policy.clip_low?"),
         ("policy.learning_rate=1", "policy.learning_rate: unknown field; did you mean policy.optimizer.learning_rate?"),
         ("drafter.lr=1", "drafter.lr: unknown field; did you mean drafter.optimizer.learning_rate?"),
         ("zzz=1", "zzz: unknown field; the top level has name, steps, seed,"),
@@ -102,7 +102,7 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
             "drafter.model.type=eagle",
             "drafter.model.type: 'eagle' is not one of eagle3, mtp, draft_model; did you mean eagle3?",
         ),
-        ("policy.dtype=bfloat", "got 'bfloat'; did you mean bfloat16?"),
+        ("policy.advantage=group_men", "got 'group_men'; did you mean group_mean?"),
         ("rollout.temperature=hot", "rollout.temperature: must be a valid number, unable to parse"),
         ("policy.optimizer.learning_rate=inf", "policy.optimizer.learning_rate: must be a finite number, got inf"),
         ("name=7", "name: must be a valid string, got 7; write it in quotes (on the command line: 'name=\"7\"')"),

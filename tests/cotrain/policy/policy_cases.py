@@ -107,12 +107,6 @@ def make_learner(model_path: str, rollout: RolloutConfig = ROLLOUT, **policy: An
     return PolicyLearner(config, rollout, model_path, total_steps=6, seed=0)
 
 
-def leave(learner: PolicyLearner) -> None:
-    """Leave the process group, once all ranks are done with it."""
-    learner._accelerator.wait_for_everyone()
-    learner._accelerator.end_training()
-
-
 def free_ports(count: int) -> list[int]:
     """TCP ports on loopback that nothing listens on, all of them different."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]

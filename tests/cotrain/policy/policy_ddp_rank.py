@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from policy_cases import leave, make_learner, make_rollouts, served_state
+from policy_cases import make_learner, make_rollouts, served_state
 from safetensors.torch import save_file
 
 from cotrain.policy.learner import PolicyLearner
@@ -15,9 +15,15 @@ from cotrain.records import ScoredRollout
 from drafters.base import SamplingParams
 
 VARIANTS = {
-    "plain": {},
-    "recomputed": {"old_log_probs": "recomputed"},
-    "corrected": {"old_log_probs": "recomputed", "behaviour_correction": "truncate"},
+    "token_mean": {"loss_aggregation": "token_mean", "minibatches": 2},
+    "sequence": {
+        "loss_aggregation": "seq_mean_token_mean",
+        "importance_ratio": "sequence",
+        "kl_coefficient": 0.1,
+        "batching": "packed",
+    },
+    "token_sum": {"loss_aggregation": "seq_mean_token_sum", "old_log_probs": "recomputed"},
+    "corrected": {"old_log_probs": "recomputed", "behaviour_correction": "truncate", "behaviour_cap": 1.1},
 }
 
 
@@ -58,5 +64,5 @@ def run_rank(rank: int, port: int, model_path: str, folder: str) -> None:
         learner.update(rollouts)
     except FloatingPointError as error:
         (output / f"error-{rank}").write_text(str(error))
-    leave(learner)
+    learner.close()
     os._exit(0)  # gloo's threads now and then keep a process from ending; the ranks of a run are killed by Ray

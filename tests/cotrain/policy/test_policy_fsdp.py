@@ -99,7 +99,9 @@ def test_the_ranks_had_unequal_work(models: dict[str, str]) -> None:
         cpu = torch.device("cpu")
         counts = [
             [
-                len(micro_batches([s for s in share if (s.advantage != 0) == trains], MICRO_BATCH_TOKENS, cpu))
+                len(
+                    micro_batches([s for s in share if (s.advantage != 0) == trains], MICRO_BATCH_TOKENS, "padded", cpu)
+                )
                 for share in shares
             ]
             for trains in (False, True)

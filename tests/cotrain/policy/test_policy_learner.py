@@ -61,6 +61,7 @@ def test_metrics_and_gradient_equal_a_plain_forward_of_every_rollout(tiny_model:
     assert metrics["policy/ratio_max"] == pytest.approx(torch.cat(ratios).max().item(), rel=1e-4)
     assert 0 < metrics["policy/clip_fraction"] < 1
     assert metrics["policy/learning_rate"] == pytest.approx(OPTIMIZER.learning_rate / 3)
+    assert "policy/kl_reference" not in metrics
 
 
 @pytest.mark.parametrize(
@@ -68,12 +69,17 @@ def test_metrics_and_gradient_equal_a_plain_forward_of_every_rollout(tiny_model:
     [
         {"micro_batch_tokens": 24},
         {"micro_batch_tokens": 60},
+        {"batching": "packed"},
+        {"batching": "packed", "micro_batch_tokens": 40},
         {"gradient_checkpointing": True},
     ],
     ids=str,
 )
 def test_the_way_rollouts_are_batched_never_changes_the_update(tiny_model: str, variant: dict[str, Any]) -> None:
-    assert update_difference(tiny_model, weights_after(tiny_model), weights_after(tiny_model, **variant)) < 2e-4
+    common = {"loss_aggregation": "seq_mean_token_mean", "minibatches": 2, "kl_coefficient": 0.1}
+    one = weights_after(tiny_model, **common)
+    other = weights_after(tiny_model, **common, **variant)
+    assert update_difference(tiny_model, one, other) < 2e-4
 
 
 def test_rewarded_tokens_become_likelier_and_punished_ones_less(tiny_model: str, tmp_path: Path) -> None:
@@ -103,8 +109,20 @@ def test_equal_rewards_leave_a_fresh_policy_alone_but_count_as_a_step(tiny_model
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_bfloat16_computes_nearly_the_same_log_probs(tiny_model: str) -> None:
-    metrics = make_learner(tiny_model, dtype="bfloat16").update(make_rollouts(tiny_model, noise=0))
+def test_kl_to_the_reference_is_zero_at_first_and_pulls_back_later(tiny_model: str) -> None:
+    free, held = make_learner(tiny_model, kl_coefficient=1e-9), make_learner(tiny_model, kl_coefficient=10.0)
+    rollouts = make_rollouts(tiny_model, noise=0)
+    for learner in (free, held):
+        assert learner.update(rollouts)["policy/kl_reference"] == 0
+    for _ in range(4):
+        loose, tight = free.update(rollouts), held.update(rollouts)
+    assert 0 < tight["policy/kl_reference"] < loose["policy/kl_reference"] / 2
+
+
+def test_kl_to_the_reference_is_zero_at_first_in_bfloat16(tiny_model: str) -> None:
+    learner = make_learner(tiny_model, kl_coefficient=0.1, dtype="bfloat16")
+    metrics = learner.update(make_rollouts(tiny_model, noise=0))
+    assert metrics["policy/kl_reference"] == 0
     assert 0 < metrics["policy/rollout_log_prob_gap"] < 0.05
 
 
@@ -123,15 +141,20 @@ def test_recomputed_old_log_probs_ignore_the_engines(tiny_model: str) -> None:
     for index, scored in enumerate(exact):
         own = token_log_probs(tiny_model, scored.rollout.prompt_token_ids, scored.rollout.token_ids, 0.8)
         exact[index] = replace(scored, rollout=replace(scored.rollout, log_probs=own.tolist()))
-    recomputing = make_learner(tiny_model, old_log_probs="recomputed")
-    trusting = make_learner(tiny_model, old_log_probs="rollout")
-    assert recomputing.update(noisy)["policy/rollout_log_prob_gap"] > 0.3
-    assert trusting.update(exact)["policy/rollout_log_prob_gap"] < 1e-5
-    assert update_difference(tiny_model, served_state(recomputing), served_state(trusting)) < 1e-3
+    for minibatches in (1, 3):
+        recomputing = make_learner(tiny_model, minibatches=minibatches, old_log_probs="recomputed")
+        trusting = make_learner(tiny_model, minibatches=minibatches, old_log_probs="rollout")
+        metrics = recomputing.update(noisy)
+        # The gap is taken before the policy moves, whatever the number of minibatches.
+        assert trusting.update(exact)["policy/rollout_log_prob_gap"] < 1e-5
+        difference = update_difference(tiny_model, served_state(recomputing), served_state(trusting))
+        assert difference < 1e-3
+        assert metrics["policy/rollout_log_prob_gap"] > 0.3
 
 
+@pytest.mark.parametrize("minibatches", [1, 3])
 def test_a_corrected_update_weighs_each_rollout_by_what_the_engine_got_wrong(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, minibatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is off by one factor for all tokens of a rollout, which then weighs as its advantage would."""
     log_factors = [-0.9, -0.2, 0.0, 0.3, 0.5, 0.9]
@@ -144,9 +167,9 @@ def test_a_corrected_update_weighs_each_rollout_by_what_the_engine_got_wrong(
         weight = min(math.exp(log_factor), 1.5)
         weighted[index] = replace(scored, advantage=weight * scored.advantage)
         weights += [weight] * len(log_probs)
-    monkeypatch.setattr("cotrain.policy.losses.MAX_WEIGHT", 1.5)
-    corrected = make_learner(tiny_model, behaviour_correction="truncate", old_log_probs="recomputed")
-    expected = make_learner(tiny_model, old_log_probs="recomputed")
+    common = {"minibatches": minibatches, "old_log_probs": "recomputed"}
+    corrected = make_learner(tiny_model, behaviour_correction="truncate", behaviour_cap=1.5, **common)
+    expected = make_learner(tiny_model, **common)
     forwards = 0
     forward = ResponseLogProbs.forward
 
@@ -197,6 +220,21 @@ def test_what_engine_and_learner_differ_by_is_told_by_lag(tiny_model: str) -> No
     assert not any("_lag_" in name for name in fresh)
 
 
+def test_masked_tokens_are_counted_and_a_fully_masked_step_has_no_weight(tiny_model: str) -> None:
+    common = {"old_log_probs": "recomputed", "behaviour_correction": "mask"}
+    rollouts = make_rollouts(tiny_model, noise=0)
+    exact = make_learner(tiny_model, **common).update(rollouts)
+    assert exact["policy/behaviour_masked"] == 0
+    assert exact["policy/behaviour_ess"] == pytest.approx(1, rel=1e-4)
+    for index, scored in enumerate(rollouts):
+        log_probs = [log_prob - 1.0 for log_prob in scored.rollout.log_probs]
+        rollouts[index] = replace(scored, rollout=replace(scored.rollout, log_probs=log_probs))
+    masked = make_learner(tiny_model, **common).update(rollouts)
+    assert masked["policy/behaviour_masked"] == 1
+    assert masked["policy/behaviour_ess"] == masked["policy/behaviour_weight_mean"] == masked["policy/grad_norm"] == 0
+    assert masked["policy/behaviour_ratio_mean"] == pytest.approx(math.e, rel=1e-3)
+
+
 @pytest.mark.parametrize("broken", ["log_prob", "advantage"])
 def test_non_finite_loss_stops_before_the_optimizer_moves(tiny_model: str, broken: str) -> None:
     learner = make_learner(tiny_model, micro_batch_tokens=24)
@@ -218,14 +256,15 @@ def test_non_finite_loss_stops_before_the_optimizer_moves(tiny_model: str, broke
 
 
 def test_three_updates_a_resume_and_three_more_equal_six(tiny_model: str, tmp_path: Path) -> None:
+    common = {"minibatches": 2, "kl_coefficient": 0.1}
     steps = [make_rollouts(tiny_model, seed) for seed in range(6)]
-    straight = make_learner(tiny_model)
+    straight = make_learner(tiny_model, **common)
     expected = [straight.update(rollouts) for rollouts in steps]
 
-    first = make_learner(tiny_model)
+    first = make_learner(tiny_model, **common)
     metrics = [first.update(rollouts) for rollouts in steps[:3]]
     first.save(tmp_path)
-    resumed = make_learner(tiny_model)
+    resumed = make_learner(tiny_model, **common)
     resumed.load(tmp_path)
     assert resumed.policy_version == 3
     metrics += [resumed.update(rollouts) for rollouts in steps[3:]]
@@ -284,8 +323,8 @@ def test_a_missing_rank_is_noticed_before_the_model_loads() -> None:
 
 
 def test_too_few_rollouts_are_refused(tiny_model: str) -> None:
-    with pytest.raises(ValueError, match=r"lower policy\.num_processes"):
-        make_learner(tiny_model).update([])
+    with pytest.raises(ValueError, match=r"lower policy\.minibatches"):
+        make_learner(tiny_model, minibatches=4).update(make_rollouts(tiny_model)[:3])
 
 
 def test_learning_rate_schedule() -> None:

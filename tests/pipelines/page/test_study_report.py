@@ -136,7 +136,7 @@ def test_a_study_with_nothing_finished_has_no_empty_figure(tmp_path: Path) -> No
 
 
 def test_more_arms_than_a_figure_can_tell_apart_are_in_two(tmp_path: Path) -> None:
-    arms = [arm(f"rate-{i}", policy={"model": "tiny:llama", "micro_batch_tokens": 1024 + i}) for i in range(9)]
+    arms = [arm(f"rate-{i}", policy={"model": "tiny:llama", "kl_coefficient": i}) for i in range(9)]
     page = page_of(write_study(tmp_path / "s", arms, {}))
     found = {section.image: section.numbers.count(" first, ") for section in page}
     assert (found["acceptance_length_1.png"], found["acceptance_length_2.png"]) == (7, 2)
