@@ -7,8 +7,7 @@ from cotrain.run.mlflow_store import sqlite_uri
 from cotrain.run.provenance import machine
 from cotrain.run.rows import read_rows
 from drafters.files import read_object
-from pipelines.doctor.check import NotApplicable, Problem
-from pipelines.doctor.machine import output_of
+from pipelines.doctor.machine import NotApplicable, Problem, output_of
 
 CONFIG = f"""
 name = "run"
@@ -44,6 +43,10 @@ log_drafters = false
 """
 """A run of a tiny model that makes every check that a run makes: features, log-probs, swaps, losslessness, greedy text."""
 
+REMEDIES = {
+    "run": "Look up the error in the output, whose place is printed below the results.",
+    "verify": "Do not speculate on this installation: run `cotrain verify`, and report the settings that fail.",
+}
 VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--distance", "0.15")
 
 

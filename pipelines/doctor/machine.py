@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from cotrain.config.schema import default_run_root
 from cotrain.config.surroundings import cache_problems
@@ -23,7 +21,6 @@ from cotrain.engine.interface import KNOWN_VERSION, moved
 from cotrain.models.loading import cache_folder
 from cotrain.process import threads
 from cotrain.run import provenance
-from pipelines.doctor.check import NotApplicable, Problem
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
@@ -55,23 +52,23 @@ dist.destroy_process_group()
 """
 
 
-def python() -> str:
-    """Python is of a version that cotrain supports."""
-    found, supported = platform.python_version(), metadata.metadata("cotrain")["Requires-Python"]
-    if found not in SpecifierSet(supported):
-        raise Problem(f"this is Python {found}, supported are {supported}")
-    return found
+class Problem(Exception):
+    """What a check has found wrong."""
+
+
+class NotApplicable(Exception):
+    """Why a check is skipped: the machine lacks what would be checked, or something that the check needs has failed."""
 
 
 def torch() -> str:
     """Torch can be imported, is the version that vLLM is compiled against, and is built for what the machine has."""
     facts = _torch_facts()
     pinned = next(r for r in map(Requirement, metadata.requires("cotrain") or ()) if r.name == "torch" and r.specifier)
-    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
     if facts["version"] not in pinned.specifier:
         raise Problem(f"torch {facts['version']} is installed, vLLM {KNOWN_VERSION} needs {pinned.specifier}")
     if provenance.machine()["gpus"] and not facts["cuda"]:
         raise Problem(f"torch {facts['version']} is built for a CPU, and there is a GPU")
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
     return f"{facts['version']}, built for {build}"
 
 
@@ -92,9 +89,8 @@ def openmp() -> str:
     library = threads.openmp_library()
     if library is None:
         raise Problem("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
-    environment = os.environ | threads.openmp_environment(1)
-    command = [sys.executable, "-c", OPENMP_IN_USE, library]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command, own = [sys.executable, "-c", OPENMP_IN_USE, library], os.environ | threads.openmp_environment(1)
+    run = subprocess.run(command, env=own, capture_output=True, text=True)
     if run.returncode:
         raise Problem(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
     return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
@@ -160,6 +156,24 @@ def all_reduce(backend: str, processes: int) -> str:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
     output_of(*torchrun, sys.executable, "-c", ALL_REDUCE, backend)
     return f"the sum over {processes} processes is right"
+
+
+SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
+MACHINE = {
+    "torch": (torch, SETUP),
+    "vllm": (vllm, SETUP),
+    "openmp": (openmp, "Run `make setup` again, which installs intel-openmp beside vLLM's CPU build."),
+    "shared-memory": (shared_memory, "Start the container with --shm-size=8g or --ipc=host, or enlarge /dev/shm."),
+    "disk": (disk, "Make room, start runs in a folder on a larger disk, or set COTRAIN_CACHE to one."),
+    "gpus": (gpus, "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."),
+    "nccl": (nccl, "Run `NCCL_DEBUG=INFO cotrain doctor --only nccl` and look for the link that fails."),
+    "hooks": (hooks, "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one."),
+    "model-runner-v2": (
+        model_runner_v2,
+        "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report this result.",
+    ),
+}
+"""Checks of this machine in their order, each with what to do when it fails."""
 
 
 def _gpus() -> list[str]:

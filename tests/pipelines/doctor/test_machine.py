@@ -1,7 +1,6 @@
 """Checks of the machine: each passes here, and fails when what it checks is broken."""
 
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from cotrain.process import threads
 from cotrain.run import provenance
 from pipelines.doctor import machine
-from pipelines.doctor.check import NotApplicable, Problem
+from pipelines.doctor.machine import NotApplicable, Problem
 
 GPU = "NVIDIA H100 80GB HBM3, 81559 MiB, 570.86"
 needs_intel_openmp = pytest.mark.skipif(
@@ -30,13 +29,6 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return plant
-
-
-def test_python_of_another_version_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.python() == platform.python_version()
-    monkeypatch.setattr(platform, "python_version", lambda: "3.10.2")
-    with pytest.raises(Problem, match=r"Python 3\.10\.2, supported are .*>=3\.11"):
-        machine.python()
 
 
 def test_torch_is_the_pinned_one(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
