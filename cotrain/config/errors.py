@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -109,19 +109,6 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in self.problems)]))
-
-
-def together(*parts: Callable[[], Any]) -> list[Any]:
-    """Call all parts and return their results. Raises ConfigError listing the problems of every part that raised ValueError."""
-    results, problems = [], list[str]()
-    for part in parts:
-        try:
-            results.append(part())
-        except ValueError as error:
-            problems += error.problems if isinstance(error, ConfigError) else [str(error)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return results
 
 
 def validated(root: type[AnySection], fields: dict[str, Any]) -> AnySection:

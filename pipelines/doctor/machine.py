@@ -9,21 +9,20 @@ import subprocess
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from cotrain.config.schema import default_run_root
-from cotrain.config.surroundings import cache_problems
+from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.engine.interface import KNOWN_VERSION, moved
 from cotrain.models.loading import cache_folder
 from cotrain.process import threads
+from cotrain.process.scratch import SHARED_MEMORY
 from cotrain.run import provenance
 
 GIB = 2**30
-SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_GIB = 1.0
 """Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step need room as well."""
 DISK_GIB = 8.0
@@ -110,10 +109,8 @@ def disk() -> str:
     """The disks of runs and of the model cache have room for a small run, and the caches can be written."""
     if problems := cache_problems():
         raise Problem("; ".join(problems))
-    free = {}
-    for what, folder in {"runs": default_run_root().absolute(), "cache": cache_folder()}.items():
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        free[what] = shutil.disk_usage(there).free / GIB
+    folders = {"runs": default_run_root(), "cache": cache_folder()}
+    free = {what: shutil.disk_usage(nearest(folder)).free / GIB for what, folder in folders.items()}
     text = ", ".join(f"{gib:.1f} GiB free for {what}" for what, gib in free.items())
     if min(free.values()) < DISK_GIB:
         raise Problem(f"{text}; {DISK_GIB:g} GiB are the least for a run")
