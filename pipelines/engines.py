@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.rules import depth_problems
-from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig, default_run_root
+from cotrain.config.schema import DatasetTask, HistoryConfig, ReasoningGymTask, RolloutConfig, default_run_root
 from cotrain.config.surroundings import cache_problems
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
@@ -29,7 +29,7 @@ from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompts import apply_template, load_tokenizer
 from drafters.base import Drafter, TargetSpec
-from drafters.build import kind_of, load_drafter
+from drafters.build import load_drafter
 from pipelines.plan import BYTES, GIB
 
 TaskConfig = ReasoningGymTask | DatasetTask
@@ -111,9 +111,7 @@ class EngineSetup:
 
     def with_history(self) -> "EngineSetup":
         """The same setup with an engine that also drafts from what it has generated."""
-        drafter = [] if self.drafter_folder is None else [{"type": kind_of(self.drafter_folder)}]
-        speculation = SpeculationConfig.model_validate({"proposers": [*drafter, {"type": "suffix"}]})
-        return replace(self, rollout=self.rollout.model_copy(update={"speculation": speculation}))
+        return replace(self, rollout=self.rollout.model_copy(update={"history": HistoryConfig()}))
 
 
 def prepare_engine(

@@ -34,7 +34,7 @@ def broken_rules(config: RunConfig) -> list[str]:
         _lag_fits_the_run,
         _vllm_arguments,
         _drafter_fits_the_steps,
-        _proposers_go_together,
+        _index_holds_a_step,
     )
     return [line for rule in rules for line in rule(config)]
 
@@ -167,24 +167,11 @@ def _drafter_fits_the_steps(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _proposers_go_together(config: RunConfig) -> Iterator[str]:
-    """No type is listed twice, a drafter's type is that of [drafter], and the index can hold a step's rollouts."""
-    rollout, field = config.rollout, "rollout.speculation.proposers"
-    types: list[str] = [proposer.type for proposer in rollout.speculation.proposers]
-    drafter = None if config.drafter is None else config.drafter.model.type
-    computed = [kind for kind in types if kind != "suffix"]
-    for kind in dict.fromkeys(kind for kind in types if types.count(kind) > 1):
-        yield f'{field}: "{kind}" stands there {types.count(kind)} times; leave one'
-    if types and drafter is not None and drafter not in types:
-        yield f'{field}: the drafter of [drafter] is none of them; add {{ type = "{drafter}" }}, or set drafter = "none"'
-    for kind in computed:
-        if kind != drafter:
-            has = "there is no [drafter]" if drafter is None else f'drafter.model.type is "{drafter}"'
-            yield f'{field}: "{kind}" needs a drafter of that type, and {has}; set drafter.model.type = "{kind}"'
-    if rollout.history is not None:
-        needed = BYTES_PER_TOKEN * 2 * rollout.rollouts_per_step * (rollout.max_new_tokens + 1)
-        if rollout.history.max_bytes < needed:
-            yield (
-                f"{field}: an index of max_bytes = {rollout.history.max_bytes} cannot hold a step of rollouts of full "
-                f"length, which is what it drafts from in the next epoch; set max_bytes = {needed} or more"
-            )
+def _index_holds_a_step(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    needed = BYTES_PER_TOKEN * 2 * rollout.rollouts_per_step * (rollout.max_new_tokens + 1)
+    if rollout.history is not None and rollout.history.max_bytes < needed:
+        yield (
+            f"rollout.history.max_bytes: {rollout.history.max_bytes} cannot hold a step of rollouts of full length, which is what "
+            f"the index drafts from in the next epoch; set {needed} or more"
+        )

@@ -86,28 +86,18 @@ class PolicyConfig(Section):
     """Recompute activations in the backward pass to save memory."""
 
 
-class DrafterProposer(Section):
-    """The drafter of [drafter], a model that proposes draft tokens."""
+class HistoryConfig(Section):
+    """An index of finished rollouts, which proposes the tokens that followed the same text before, alone or beside the drafter.
+    Each request drafts in each step from the one with the higher measured acceptance. Without this section there is no index."""
 
-    type: Literal["eagle3", "mtp", "draft_model"]
-    """The same as drafter.model.type."""
-
-
-class SuffixProposer(Section):
-    """An index of finished rollouts. It proposes the tokens that followed the same text before, and runs no model."""
-
-    type: Literal["suffix"]
-    """Kind of proposer."""
     max_bytes: PositiveInt = 2**28
     """Most bytes of the index in each engine, at 24 to about 90 per token. A full index forgets the oldest rollouts until
     half of it is free."""
 
 
 class SpeculationConfig(Section):
-    """What proposes draft tokens, and how many of them, up to rollout.num_speculative_tokens."""
+    """How many tokens are drafted, up to rollout.num_speculative_tokens."""
 
-    proposers: tuple[Annotated[DrafterProposer | SuffixProposer, Field(discriminator="type")], ...] = ()
-    """Proposers of draft tokens, chosen for each request and step by measured acceptance. Default: the drafter alone."""
     adaptive: bool = True
     """Choose the draft length, 0 included, while running: for each batch size, or for each request where an index of rollouts
     proposes. False always drafts num_speculative_tokens."""
@@ -161,6 +151,7 @@ class RolloutConfig(Section):
     """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
     features: FeatureTapConfig = FeatureTapConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    history: HistoryConfig | None = None
     vllm: dict[str, Any] = {}
     """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 1 GiB on a CPU
     when it is not set."""
@@ -184,12 +175,6 @@ class RolloutConfig(Section):
     def tensor_parallel_size(self) -> int:
         """Number of processes that an engine's weights are divided among; on GPUs, each process has one."""
         return int(self.vllm.get("tensor_parallel_size", 1))
-
-    @property
-    def history(self) -> SuffixProposer | None:
-        """The index of rollouts that drafts come from, if there is one."""
-        suffixes = [proposer for proposer in self.speculation.proposers if isinstance(proposer, SuffixProposer)]
-        return suffixes[0] if suffixes else None
 
     @property
     def rollouts_per_step(self) -> int:
