@@ -30,8 +30,14 @@ REFUSED = [
     ),
     ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
-    ("rollout.top_p=0.9", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=0.9, top_k=0)"),
-    ("rollout.top_k=50", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=1, top_k=50)"),
+    (
+        "rollout.top_p=0.9",
+        "policy.old_log_probs: 'rollout' does not go with truncated sampling (rollout.top_p=0.9, rollout.top_k=0)",
+    ),
+    (
+        "rollout.top_k=50",
+        "policy.old_log_probs: 'rollout' does not go with truncated sampling (rollout.top_p=1, rollout.top_k=50)",
+    ),
     (
         "policy.behaviour_correction=truncate",
         "policy.behaviour_correction: 'truncate' corrects the learner's own log-probs; set policy.old_log_probs = "
