@@ -1,4 +1,4 @@
-"""The plan of a run on N nodes of M GPUs: where each role would run, what it would hold in memory, and what it would send."""
+"""The plan of a run on N nodes of M GPUs: where each role would run, and what it would hold in memory."""
 
 import shlex
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain.config.schema import RunConfig
-from cotrain.engine.tap_admission import row_bytes
 from cotrain.models.loading import config_folder
 from cotrain.process.cluster import place
 from cotrain.process.placement import bundles_of, nodes_for, places_of, roles_of
@@ -26,7 +25,7 @@ TRAINED, FROZEN = 16, 4
 
 
 def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
-    """Say where each role would run, its memory, and the bytes of updates and features, as TOML comments.
+    """Say where each role would run, and its memory, as TOML comments.
 
     Raises ValueError naming the field when the nodes cannot hold the run, or the drafter does not fit the policy.
     """
@@ -35,9 +34,8 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
             f'cluster.address: a run on --nodes {nodes} joins a Ray cluster; set it to "auto" or HOST:PORT, or say --nodes 1'
         )
     device, gpus = place(config, [gpus_per_node] * nodes)
-    roles, bundles = roles_of(config), bundles_of(config, gpus)
+    roles, bundles, strategy = roles_of(config), bundles_of(config, gpus), config.cluster.strategy
     free = {f"node {i}": {"CPU": float(len(roles)), "GPU": float(gpus_per_node)} for i in range(1, nodes + 1)}
-    strategy = config.cluster.strategy
     chosen = nodes_for(bundles, free, strategy)
     if chosen is None:
         raise ValueError(
@@ -53,11 +51,9 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
     try:
         folder = config_folder(config.policy.model)
     except ValueError as error:
-        lines.append(f"Memory and bytes sent are not known: {error}")
+        lines.append(f"The memory of each role is not known: {error}")
     else:
-        policy, drafter = _without_memory(config, folder)
-        node_of = {role: node for role, (_, node) in places.items()}
-        lines += _sizes(config, node_of, policy, drafter)
+        lines += _memory(config, *_without_memory(config, folder))
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -81,45 +77,34 @@ def _without_memory(config: RunConfig, folder: Path) -> "tuple[PreTrainedModel, 
         return policy, kind(kind.shape_of(config.drafter.model, TargetSpec.from_pretrained(folder)))
 
 
-def _sizes(
-    config: RunConfig, node_of: dict[str, str], policy: "PreTrainedModel", drafter: "Drafter | None"
-) -> list[str]:
-    """Lines of text: the memory of each role, and the bytes that are sent between nodes."""
+def _memory(config: RunConfig, policy: "PreTrainedModel", drafter: "Drafter | None") -> list[str]:
+    """Lines of text: the memory of each role."""
     learner, rollout, num_parameters = config.policy, config.rollout, policy.num_parameters()
-    dtype, value, num_engines = rollout.dtype, BYTES[rollout.dtype], rollout.num_engines
-    sent = drafter.state_for_serving().values() if drafter else ()
-    update = sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in sent)
+    dtype, value = rollout.dtype, BYTES[rollout.dtype]
+    own = drafter.state_for_serving().values() if drafter else ()
+    update = sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in own)
     served = (num_parameters * value + update) / rollout.tensor_parallel_size
     parts = learner.num_processes if learner.sharding else 1
-    held = (TRAINED + (FROZEN if learner.kl_coefficient else 0)) * num_parameters / parts
+    reference = ", and the reference of policy.kl_coefficient" if learner.kl_coefficient else ""
+    held = (TRAINED + (FROZEN if reference else 0)) * num_parameters / parts
     trained = "float32 weights, gradients and AdamW's two moments"
-    memory = [
+    lines = [
+        "Memory on a GPU of each role, without activations:",
         f"  rollout {served / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys and values "
         "take the rest of rollout.vllm.gpu_memory_utilization",
-        f"  policy {held / GIB:.1f} GiB: {trained} of {num_parameters:,} parameters"
-        + (", and the reference of policy.kl_coefficient" if learner.kl_coefficient else "")
-        + (f", one of {parts} parts" if parts > 1 else ""),
+        f"  policy {held / GIB:.1f} GiB: {trained} of {num_parameters:,} parameters{reference}"
+        + f", one of {parts} parts" * (parts > 1),
     ]
-    engines = {node for role, node in node_of.items() if role.startswith("rollout")}
-    first = next(node for role, node in node_of.items() if role.startswith("policy"))
-    traffic = [f"  policy update {num_parameters * value:,}: from {first}, to {len(engines - {first})} other nodes"]
     if config.drafter is not None and drafter is not None:
-        own = sum(parameter.numel() for parameter in drafter.parameters())
+        num_own = sum(parameter.numel() for parameter in drafter.parameters())
         matrices = {module.weight for module in (policy.get_input_embeddings(), policy.get_output_embeddings())}
         versions = config.drafter.buffer.max_age + config.stream.max_policy_lag + 2
-        borrowed = versions * sum(matrix.numel() for matrix in matrices) * value
-        memory.append(
-            f"  drafter {(TRAINED * own + borrowed) / GIB:.1f} GiB: {trained} of {own:,} parameters; embedding and head of the "
-            f"policy in {dtype}, up to {versions} versions"
+        size = TRAINED * num_own + versions * sum(matrix.numel() for matrix in matrices) * value
+        lines.append(
+            f"  drafter {size / GIB:.1f} GiB: {trained} of {num_own:,} parameters; embedding and head of the policy in {dtype}, "
+            f"up to {versions} versions"
         )
-        trainer, width = node_of["drafter"], config.drafter.model.num_aux_layers + 1
-        row = row_bytes(width * drafter.shape.sizes.hidden_size, value)
-        traffic += [
-            f"  drafter update {update:,}: from {trainer}, to {len(engines - {trainer})} other nodes",
-            f"  features {row:,} a token, to {trainer}: {row / 1000:,.1f} MB/s for each 1,000 tokens/s of an engine where all "
-            f"are tapped, and {num_engines * row / 1000:,.1f} MB/s where each of {num_engines} engines makes so many",
-        ]
-    return ["Memory on a GPU of each role, without activations:", *memory, "Bytes sent:", *traffic]
+    return lines
 
 
 def serve_command(model: str | Path) -> str:

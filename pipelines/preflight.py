@@ -67,7 +67,7 @@ def read_command_line(
     parser.add_argument("--dry-run", action="store_true", help="check, print the whole configuration as TOML, and stop")
     parser.add_argument("--resume", metavar="NAME", help="continue this run; CONFIG and overrides come after its own")
     if train:
-        text = "with --dry-run: also print what would run where on N equal nodes, its memory, and the bytes it sends"
+        text = "with --dry-run: also print what would run where on N equal nodes, and its memory"
         parser.add_argument("--nodes", type=int, metavar="N", help=text)
         parser.add_argument("--gpus-per-node", type=int, metavar="M", help="GPUs of each of these nodes")
     parsed = parser.parse_intermixed_args(arguments, argparse.Namespace(nodes=None, gpus_per_node=None))

@@ -75,17 +75,16 @@ def type_name(field: dict[str, Any]) -> str:
     return f"{name} {limits}".rstrip()
 
 
-def help_text(width: int = 100, root: type[Section] = RunConfig) -> str:
-    """Every field, grouped by section, with its docstring wrapped to `width` columns."""
+def help_text(root: type[Section] = RunConfig) -> str:
+    """Every field, grouped by section, with its docstring wrapped to 100 columns."""
     blocks = []
     for block in walk_sections(root):
-        title = f"[{block.path}]" if block.path else "(top level)"
-        title += f'  type = "{block.kind}"' if block.kind else ""
-        lines = [title, *_wrap(block.section.__doc__ or "", "  ", width)]
+        title = (f"[{block.path}]" if block.path else "(top level)") + f'  type = "{block.kind}"' * bool(block.kind)
+        lines = [title, _wrapped(block.section.__doc__ or "", "  ")]
         for name, field in block.fields.items():
             if name != "type" or not block.kind:
                 lines.append(f"  {name}  ({type_name(field)}, {_default(field)})")
-                lines += _wrap(field["description"], "      ", width)
+                lines.append(_wrapped(field["description"], "      "))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -97,9 +96,9 @@ def _default(field: dict[str, Any]) -> str:
     return "default none" if field["default"] is None else f"default {json.dumps(field['default'])}"
 
 
-def _wrap(text: str, indent: str, width: int) -> list[str]:
+def _wrapped(text: str, indent: str) -> str:
     text = " ".join(text.split())
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 class ConfigError(ValueError):
