@@ -9,39 +9,14 @@ from cotrain.run.rows import read_rows
 from drafters.files import read_object
 from pipelines.doctor.machine import NotApplicable, Problem, output_of
 
-CONFIG = f"""
-name = "run"
-steps = 3
-
-[policy]
-model = "{TINY_MODEL}"
-
-[rollout]
-prompts_per_step = 8
-samples_per_prompt = 2
-max_prompt_tokens = 256
-max_new_tokens = 32
-
-[rollout.speculation]
-adaptive = false  # draft in every step, whether it pays or not
-
-[drafter]
-updates_per_step = 2
-batch_tokens = 512
-gate.publish_when = "always"
-model = {{ type = "eagle3", draft_vocab_size = 256 }}
-
-[lossless]
-every = 1
-
-[task]
-type = "reasoning_gym"
-name = "chain_sum"
-
-[tracking]
-log_drafters = false
-"""
-"""A run of a tiny model that makes every check that a run makes: features, log-probs, swaps, losslessness, greedy text."""
+RUN = f"""
+name=run steps=3 policy.model={TINY_MODEL} task.type=reasoning_gym task.name=chain_sum tracking.log_drafters=false
+rollout.prompts_per_step=8 rollout.samples_per_prompt=2 rollout.max_prompt_tokens=256 rollout.max_new_tokens=32
+drafter.model.type=eagle3 drafter.model.draft_vocab_size=256 drafter.updates_per_step=2 drafter.batch_tokens=512
+drafter.gate.publish_when=always lossless.every=1 rollout.speculation.adaptive=false
+""".split()
+"""A run of a tiny model that drafts in every step and makes every check that a run makes: features, log-probs, swaps, losslessness,
+greedy text."""
 
 REMEDIES = {
     "run": "Look up the error in the output, whose place is printed below the results.",
@@ -52,14 +27,12 @@ VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--
 
 def run(folder: Path, address: str | None) -> str:
     """A short run in this folder goes to its end. address: that of a Ray cluster, on whose nodes it then spreads out."""
-    (folder / "run.toml").write_text(CONFIG)
     own = [f"run_root={folder}", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}", f"rollout.dtype={_dtype()}"]
     own += [f"cluster.address={address}", "cluster.strategy=SPREAD"] if address else []
-    output_of("-m", "pipelines.cli", "train", str(folder / "run.toml"), *own)
+    output_of("-m", "pipelines.cli", "train", *RUN, *own)
     rows = read_rows(folder / "run" / "metrics.jsonl")
-    swaps, tokens = (
-        sum(row.get(name) or 0 for row in rows) for name in ("drafter/published", "lossless/speculated_tokens")
-    )
+    swaps = sum(row.get("drafter/published") or 0 for row in rows)
+    tokens = sum(row.get("lossless/speculated_tokens") or 0 for row in rows)
     if not (swaps and tokens):
         raise Problem(
             f"it swapped in {swaps:.0f} drafters and checked {tokens:.0f} speculated tokens; both must be above 0"
@@ -72,13 +45,14 @@ def verify(folder: Path) -> str:
     if not (drafters := sorted(folder.glob("run/drafters/*"))):
         raise NotApplicable('"run" has failed')
     arguments = ("--model", TINY_MODEL, "--drafter", str(drafters[-1]), "--dtype", _dtype())
+    report = folder / "verify" / "verify.json"
     try:
-        output_of("-m", "pipelines.cli", "verify", *arguments, *VERIFY, "--out", str(folder / "verify"))
+        output_of("-m", "pipelines.cli", "verify", *arguments, *VERIFY, "--out", str(report.parent))
     except Problem as problem:
-        if not (folder / "verify" / "verify.json").is_file():
+        if not report.is_file():
             raise
-        raise Problem(read_object(folder / "verify" / "verify.json")["verdict"]) from problem
-    return str(read_object(folder / "verify" / "verify.json")["verdict"])
+        raise Problem(read_object(report)["verdict"]) from problem
+    return str(read_object(report)["verdict"])
 
 
 def _dtype() -> str:

@@ -88,8 +88,8 @@ def openmp() -> str:
     library = threads.openmp_library()
     if library is None:
         raise Problem("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
-    command, own = [sys.executable, "-c", OPENMP_IN_USE, library], os.environ | threads.openmp_environment(1)
-    run = subprocess.run(command, env=own, capture_output=True, text=True)
+    own = os.environ | threads.openmp_environment(1)
+    run = subprocess.run([sys.executable, "-c", OPENMP_IN_USE, library], env=own, capture_output=True, text=True)
     if run.returncode:
         raise Problem(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
     return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"

@@ -92,7 +92,7 @@ def test_a_run_that_swapped_and_checked_nothing_fails(monkeypatch: pytest.Monkey
     with pytest.raises(Problem, match="it swapped in 2 drafters and checked 0 speculated tokens; both must be above 0"):
         engine.run(tmp_path, "auto")
     assert {"cluster.address=auto", "cluster.strategy=SPREAD"} < set(asked[0])
-    config = load_config([tmp_path / "run.toml"], [*asked[0][4:]])
+    config = load_config([], asked[0][3:])
     assert config.run_root == tmp_path and config.lossless.every == 1
 
 
@@ -114,5 +114,4 @@ def test_the_remedy_is_below_what_was_found() -> None:
 
 
 def test_the_configuration_of_the_short_run_is_a_sound_one(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(engine.CONFIG)
-    check_run(load_config([tmp_path / "run.toml"], [f"run_root={tmp_path}"]))
+    check_run(load_config([], [*engine.RUN, f"run_root={tmp_path}"]))
