@@ -4,7 +4,6 @@ import shlex
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import config_folder
@@ -12,11 +11,6 @@ from cotrain.process.cluster import place
 from cotrain.process.placement import bundles_of, nodes_for, places_of, roles_of
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import read_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from drafters.base import Drafter
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -53,12 +47,12 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
     except ValueError as error:
         lines.append(f"The memory of each role is not known: {error}")
     else:
-        lines += _memory(config, *_without_memory(config, folder))
+        lines += _memory(config, folder)
     return "\n".join(f"# {line}" for line in lines)
 
 
-def _without_memory(config: RunConfig, folder: Path) -> "tuple[PreTrainedModel, Drafter | None]":
-    """Make policy and drafter on torch's meta device, from the policy's config.json in the folder."""
+def _memory(config: RunConfig, folder: Path) -> list[str]:
+    """Lines of text: the memory of each role, from policy and drafter on torch's meta device. folder: with the policy's config.json."""
     import torch
     import transformers
 
@@ -69,42 +63,36 @@ def _without_memory(config: RunConfig, folder: Path) -> "tuple[PreTrainedModel, 
     model_class = getattr(transformers, NATIVE_HEAD_ARCHITECTURES.get(architecture, architecture), None)
     if model_class is None:
         raise ValueError(f"policy.model: {folder} has architecture {architecture}, which transformers does not know")
+    learner, dtype, value = config.policy, config.rollout.dtype, BYTES[config.rollout.dtype]
     with torch.device("meta"):
         policy = model_class(model_class.config_class.from_pretrained(folder))
-        if config.drafter is None:
-            return policy, None
+    trained, own = "float32 weights, gradients and AdamW's two moments", list[str]()
+    served = policy.num_parameters() * value
+    if config.drafter is not None:
         kind = DRAFTERS[config.drafter.model.type]
-        return policy, kind(kind.shape_of(config.drafter.model, TargetSpec.from_pretrained(folder)))
-
-
-def _memory(config: RunConfig, policy: "PreTrainedModel", drafter: "Drafter | None") -> list[str]:
-    """Lines of text: the memory of each role."""
-    learner, rollout, num_parameters = config.policy, config.rollout, policy.num_parameters()
-    dtype, value = rollout.dtype, BYTES[rollout.dtype]
-    own = drafter.state_for_serving().values() if drafter else ()
-    update = sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in own)
-    served = (num_parameters * value + update) / rollout.tensor_parallel_size
-    parts = learner.num_processes if learner.sharding else 1
-    reference = ", and the reference of policy.kl_coefficient" if learner.kl_coefficient else ""
-    held = (TRAINED + (FROZEN if reference else 0)) * num_parameters / parts
-    trained = "float32 weights, gradients and AdamW's two moments"
-    lines = [
-        "Memory on a GPU of each role, without activations:",
-        f"  rollout {served / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys and values "
-        "take the rest of rollout.vllm.gpu_memory_utilization",
-        f"  policy {held / GIB:.1f} GiB: {trained} of {num_parameters:,} parameters{reference}"
-        + f", one of {parts} parts" * (parts > 1),
-    ]
-    if config.drafter is not None and drafter is not None:
+        with torch.device("meta"):
+            drafter = kind(kind.shape_of(config.drafter.model, TargetSpec.from_pretrained(folder)))
+        sent = drafter.state_for_serving().values()
+        served += sum(tensor.numel() * (value if tensor.is_floating_point() else tensor.itemsize) for tensor in sent)
         num_own = sum(parameter.numel() for parameter in drafter.parameters())
         matrices = {module.weight for module in (policy.get_input_embeddings(), policy.get_output_embeddings())}
         versions = config.drafter.buffer.max_age + config.stream.max_policy_lag + 2
         size = TRAINED * num_own + versions * sum(matrix.numel() for matrix in matrices) * value
-        lines.append(
+        own.append(
             f"  drafter {size / GIB:.1f} GiB: {trained} of {num_own:,} parameters; embedding and head of the policy in {dtype}, "
             f"up to {versions} versions"
         )
-    return lines
+    parts = learner.num_processes if learner.sharding else 1
+    reference = ", and the reference of policy.kl_coefficient" if learner.kl_coefficient else ""
+    held = (TRAINED + (FROZEN if reference else 0)) * policy.num_parameters() / parts
+    return [
+        "Memory on a GPU of each role, without activations:",
+        f"  rollout {served / config.rollout.tensor_parallel_size / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys "
+        "and values take the rest of rollout.vllm.gpu_memory_utilization",
+        f"  policy {held / GIB:.1f} GiB: {trained} of {policy.num_parameters():,} parameters{reference}"
+        + f", one of {parts} parts" * (parts > 1),
+        *own,
+    ]
 
 
 def serve_command(model: str | Path) -> str:
