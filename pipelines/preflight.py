@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -152,30 +152,30 @@ def find_problems(
 
 
 def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
-    """What a check raises, or returns if that is a list."""
+    """What a check yields or raises."""
+    found: list[str] = []
     try:
-        found = check(*arguments)
+        result = check(*arguments)
+        found += result if isinstance(result, Iterator) else ()
     except ConfigError as error:
-        return error.problems
+        found += error.problems
     except ValueError as error:
-        return [str(error)]
-    return found if isinstance(found, list) else []
+        found.append(str(error))
+    return found
 
 
-def _check_vllm(config: RunConfig) -> list[str]:
+def _check_vllm(config: RunConfig) -> Iterator[str]:
     """vLLM is installed, knows every key of rollout.vllm, and no environment variable makes its speculation lossy."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        return ["vLLM is not installed; run `make setup`"]
-    lossy = environment_problems(os.environ) if config.speculates else ()
+        raise ValueError("vLLM is not installed; run `make setup`")
+    for name, message in environment_problems(os.environ) if config.speculates else ():
+        yield f"{name}: {message}"
     # The fields of its argument classes are read from the source, because importing it takes 5 s.
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
     known = re.findall(r"^    (\w+):", source, re.MULTILINE)
-    return [f"{name}: {message}" for name, message in lossy] + [
-        f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
-        for key in config.rollout.vllm
-        if key not in known
-    ]
+    for key in (key for key in config.rollout.vllm if key not in known):
+        yield f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
 
 
 def _check_device(config: RunConfig) -> None:
@@ -212,39 +212,34 @@ def _check_run_root(config: RunConfig) -> None:
         ) from None
 
 
-def _check_model(config: RunConfig, model: Path) -> list[str]:
+def _check_model(config: RunConfig, model: Path) -> Iterator[str]:
     """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
-    problems: list[str] = []
     if config.policy.batching == "packed" and has_linear_attention(model):
-        problems += ['policy.batching: linear attention reads on from one packed rollout into the next; set "padded"']
-    problems += serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
+        yield 'policy.batching: linear attention reads on from one packed rollout into the next; set "padded"'
+    yield from serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
-        problems.append(
+        yield (
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "
             f"num_speculative_tokens + 1 = {rollout.num_speculative_tokens + 1} spare positions, is above the "
             f"{longest} of {config.policy.model}; lower one of them"
         )
-    return problems
 
 
-def _check_space(config: RunConfig, model: Path) -> list[str]:
+def _check_space(config: RunConfig, model: Path) -> Iterator[str]:
     """The run root holds the checkpoints, and shared memory the policy updates."""
     tensors = (tensor for path in weight_files(model) for tensor in safetensors_header(path).values())
     parameters = sum(prod(tensor["shape"]) for tensor in tensors)
     copies = config.checkpoint.keep_last + 1  # the next checkpoint is written before the oldest is deleted
-    update, problems = POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype], []
     if short := _shortage(config.run_root, copies * parameters * TRAINING_BYTES):
-        problems.append(
-            f"run_root: {copies} checkpoints of {config.policy.model} take {short}; lower checkpoint.keep_last, or set "
-            "run_root to a larger disk"
-        )
-    if os.access(SHARED_MEMORY, os.W_OK) and (short := _shortage(SHARED_MEMORY, update)):
-        problems.append(
+        fix = "lower checkpoint.keep_last, or set run_root to a larger disk"
+        yield f"run_root: {copies} checkpoints of {config.policy.model} take {short}; {fix}"
+    updates = POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype]
+    if os.access(SHARED_MEMORY, os.W_OK) and (short := _shortage(SHARED_MEMORY, updates)):
+        yield (
             f"policy.model: policy updates take {short} (for the one that is served and the one that is written); "
             "enlarge it (docker run --shm-size)"
         )
-    return problems
 
 
 def _shortage(folder: Path, needed: int) -> str | None:
@@ -252,19 +247,18 @@ def _shortage(folder: Path, needed: int) -> str | None:
     return None if free >= needed else f"{needed / GIB:.1f} GiB, but {folder} has {free / GIB:.1f} free"
 
 
-def _check_drafter_shape(config: RunConfig, drafter: DrafterConfig, model: Path) -> list[str]:
+def _check_drafter_shape(config: RunConfig, drafter: DrafterConfig, model: Path) -> Iterator[str]:
     """A drafter of this kind and shape fits the target."""
     from drafters.base import TargetSpec
     from drafters.build import kind_of, shape_problems
 
     kind, head = drafter.model.type, native_head(model)
-    problems = shape_problems(drafter.model, TargetSpec.from_pretrained(model))
+    yield from shape_problems(drafter.model, TargetSpec.from_pretrained(model))
     if head is not None and (own := kind_of(head)) != kind:
-        problems.append(
+        yield (
             f'drafter.model.type: {config.policy.model} brings a drafter of its own, of type "{own}", which beside one '
             f'of type "{kind}" would go stale as the policy moves; set type = "{own}", which trains it'
         )
-    return problems
 
 
 def _check_drafter_init(config: RunConfig, drafter: DrafterConfig, model: Path) -> None:
