@@ -19,7 +19,7 @@ drafter.gate.publish_when=always lossless.every=1 rollout.speculation.adaptive=f
 greedy text."""
 
 REMEDIES = {
-    "run": "Look up the error in the output, whose place is printed below the results.",
+    "run": "Look up the error in the output, whose place is printed below. NCCL_DEBUG=INFO names links between GPUs that fail.",
     "verify": "Do not speculate on this installation: run `cotrain verify`, and report the settings that fail.",
 }
 VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--distance", "0.15")
@@ -29,6 +29,7 @@ def run(folder: Path, address: str | None) -> str:
     """A short run in this folder goes to its end. address: that of a Ray cluster, on whose nodes it then spreads out."""
     own = [f"run_root={folder}", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}", f"rollout.dtype={_dtype()}"]
     own += [f"cluster.address={address}", "cluster.strategy=SPREAD"] if address else []
+    own += ["policy.num_processes=2"] if len(machine()["gpus"]) > 2 else []  # whose gradients NCCL adds up
     output_of("-m", "pipelines.cli", "train", *RUN, *own)
     rows = read_rows(folder / "run" / "metrics.jsonl")
     swaps = sum(row.get("drafter/published") or 0 for row in rows)

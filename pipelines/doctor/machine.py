@@ -39,15 +39,6 @@ TORCH_FACTS = """
 import json, torch
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}))
 """
-ALL_REDUCE = """
-import sys, torch, torch.distributed as dist
-dist.init_process_group(sys.argv[1])
-values = torch.ones(2**20, device=f"cuda:{dist.get_rank()}" if sys.argv[1] == "nccl" else "cpu")
-dist.all_reduce(values)
-if not bool((values == dist.get_world_size()).all()):
-    raise ValueError(f"the sum over {dist.get_world_size()} processes is wrong: {values[0].item()}")
-dist.destroy_process_group()
-"""
 
 
 class Problem(Exception):
@@ -125,12 +116,6 @@ def gpus() -> str:
     return "; ".join(shown)
 
 
-def nccl() -> str:
-    """A sum over all GPUs of this machine is right."""
-    _gpus()
-    return all_reduce("nccl", _torch_facts()["gpus"])
-
-
 def hooks() -> str:
     """Every function and attribute of vLLM that our code hooks into is as in the version that we know."""
     from vllm import __version__
@@ -147,13 +132,6 @@ def model_runner_v2() -> str:
         return output_of("-m", "pipelines.doctor.adopted", folder).splitlines()[-1]
 
 
-def all_reduce(backend: str, processes: int) -> str:
-    """Sum a tensor over this many processes, with "nccl" one for each GPU. Raises Problem when that fails."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
-    output_of(*torchrun, sys.executable, "-c", ALL_REDUCE, backend)
-    return f"the sum over {processes} processes is right"
-
-
 SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
 MACHINE = {
     "torch": (torch, SETUP),
@@ -162,7 +140,6 @@ MACHINE = {
     "shared-memory": (shared_memory, "Start the container with --shm-size=8g or --ipc=host, or enlarge /dev/shm."),
     "disk": (disk, "Make room, start runs in a folder on a larger disk, or set COTRAIN_CACHE to one."),
     "gpus": (gpus, "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."),
-    "nccl": (nccl, "Run `NCCL_DEBUG=INFO cotrain doctor --only nccl` and look for the link that fails."),
     "hooks": (hooks, "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one."),
     "model-runner-v2": (
         model_runner_v2,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.config.load import load_config
+from cotrain.process.cluster import place
 from pipelines.doctor import engine, machine
 from pipelines.doctor.command import Check, main, run_check
 from pipelines.doctor.machine import MACHINE, NotApplicable, Problem
@@ -115,3 +116,16 @@ def test_the_remedy_is_below_what_was_found() -> None:
 
 def test_the_configuration_of_the_short_run_is_a_sound_one(tmp_path: Path) -> None:
     check_run(load_config([], [*engine.RUN, f"run_root={tmp_path}"]))
+
+
+def test_on_several_gpus_the_short_run_has_two_learner_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(engine, "output_of", lambda *arguments: asked.append(arguments))
+    for gpus in (2, 3):
+        monkeypatch.setattr(engine, "machine", lambda gpus=gpus: {"gpus": ["GPU"] * gpus})
+        with pytest.raises(Problem):
+            engine.run(tmp_path, None)
+        config = load_config([], asked[-1][3:])
+        assert config.policy.num_processes == gpus - 1 and place(config, [gpus])[0] == "cuda"

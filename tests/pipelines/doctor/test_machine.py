@@ -131,12 +131,6 @@ def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.Mon
     assert machine.gpus()
 
 
-def test_a_sum_over_processes_is_right_or_names_the_error() -> None:
-    assert machine.all_reduce("gloo", 2) == "the sum over 2 processes is right"
-    with pytest.raises(Problem, match=r"^AssertionError: Unknown backend type none"):
-        machine.all_reduce("none", 1)
-
-
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "HANGS_AFTER_S", 0.5)
     with pytest.raises(Problem, match=r"no answer after 0\.5 s"):
