@@ -184,7 +184,7 @@ def greedy_rollouts(
     try:
         engines.set_num_speculative_tokens(num_speculative_tokens)
         engines.reset_prefix_cache()
-        return engines.generate(requests, tap=False, **sampling).rollouts
+        return engines.generate(requests, **sampling)
     finally:
         engines.set_num_speculative_tokens(None)
         engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
