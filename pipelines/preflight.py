@@ -1,6 +1,6 @@
 """The command line of a run, and what can be checked before any model loads. All problems are reported at once.
 
-Each check raises ValueError (ConfigError for several problems) or returns the problems, each with the field and the fix.
+Each check raises ValueError or yields its problems, each with the field and the fix.
 """
 
 import argparse
@@ -126,8 +126,9 @@ def find_problems(
         )
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))
-    for check in (_check_vllm, *([_check_device, _check_run_root] if on_this_machine else [])):
-        problems += _problems(check, config)
+    problems += _problems(_check_vllm, config)
+    if on_this_machine:
+        problems += _problems(_check_device, config) + _problems(_check_run_root, config)
     if train and isinstance(config.task, DatasetTask):
         problems += _problems(load_reward, config.task.reward)
     model = None
@@ -143,11 +144,9 @@ def find_problems(
     if train and on_this_machine:
         problems += _problems(_check_space, config, model)
     if drafter is not None:
-        problems += _problems(_check_drafter_shape, config, drafter, model) + _problems(
-            _check_tap, config, drafter, model
-        )
-        if not (resume or quick):
-            problems += _problems(_check_drafter_init, config, drafter, model)
+        own = [_check_drafter_init] if not (resume or quick) and (drafter.init or native_head(model)) else []
+        for check in (_check_drafter_shape, _check_tap, *own):
+            problems += _problems(check, config, drafter, model)
     return problems
 
 
@@ -157,8 +156,6 @@ def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
     try:
         result = check(*arguments)
         found += result if isinstance(result, Iterator) else ()
-    except ConfigError as error:
-        found += error.problems
     except ValueError as error:
         found.append(str(error))
     return found
@@ -282,6 +279,6 @@ def _check_tap(config: RunConfig, drafter: DrafterConfig, model: Path) -> None:
     tapped = fewest_tapped(config.rollout, row_bytes(width, BYTES[config.rollout.dtype]))
     if drafter.train and drafter.gate.publish_when != "always" and tapped < MIN_ROLLOUTS:
         raise ValueError(
-            f"rollout.features.max_bytes: {config.rollout.features.max_bytes} holds {tapped} rollouts of full length a step, and drafter.gate "
-            f'needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
+            f"rollout.features.max_bytes: {config.rollout.features.max_bytes} holds {tapped} rollouts of full length a step, and "
+            f'drafter.gate needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
         )
