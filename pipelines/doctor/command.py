@@ -59,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     functions = MACHINE | {
         "run": (partial(engine.run, folder, options.address), engine.REMEDIES["run"]),
         "verify": (partial(engine.verify, folder), engine.REMEDIES["verify"]),
+        "sidecar": (partial(engine.sidecar, folder), engine.REMEDIES["sidecar"]),
     }
     wanted = {*options.only, *(["run"] if "verify" in options.only else [])}  # the drafter is that of the run
     checks = []

@@ -1,26 +1,50 @@
-"""Checks of an engine: a short training run and `cotrain verify` of its drafter, both as a user starts them."""
+"""Checks of an engine: a short training run, `cotrain verify` of its drafter and `cotrain run`, all as a user starts them."""
 
+import re
+import sys
 from pathlib import Path
 
-from cotrain.models.loading import TINY_MODEL
+from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.mlflow_store import sqlite_uri
 from cotrain.run.provenance import machine
 from cotrain.run.rows import read_rows
 from drafters.files import read_object
 from pipelines.doctor.machine import NotApplicable, Problem, output_of
 
-RUN = f"""
-name=run steps=3 policy.model={TINY_MODEL} task.type=reasoning_gym task.name=chain_sum tracking.log_drafters=false
+DRAFTER = ["drafter.model.draft_vocab_size=256", "drafter.updates_per_step=2", "drafter.batch_tokens=512"]
+DRAFTER += ["drafter.gate.publish_when=always", "tracking.log_drafters=false"]
+RUN = (
+    f"""
+name=run steps=3 policy.model={TINY_MODEL} task.type=reasoning_gym task.name=chain_sum drafter.model.type=eagle3
 rollout.prompts_per_step=8 rollout.samples_per_prompt=2 rollout.max_prompt_tokens=256 rollout.max_new_tokens=32
-drafter.model.type=eagle3 drafter.model.draft_vocab_size=256 drafter.updates_per_step=2 drafter.batch_tokens=512
-drafter.gate.publish_when=always lossless.every=1 rollout.speculation.adaptive=false
+lossless.every=1 rollout.speculation.adaptive=false
 """.split()
+    + DRAFTER
+)
 """A run of a tiny model that drafts in every step and makes every check that a run makes: features, log-probs, swaps, losslessness,
 greedy text."""
+
+HOST = """
+import os, sys, time
+from cotrain.transport.spool import VARIABLE, Spool, read_json
+from vllm import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], dtype=sys.argv[2], max_model_len=256, kv_cache_memory_bytes=2**28, enforce_eager=sys.argv[2] == "float32")
+prompts = [{"prompt_token_ids": [40 + (7 * i + 3 * j) % 80 for j in range(12)]} for i in range(16)]
+greedy, current = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True), Spool(os.environ[VARIABLE]).current
+texts, started = [], time.monotonic()
+while not texts or ((read_json(current) or {"version": 0})["version"] < 2 and time.monotonic() - started < 300):
+    texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)])
+print(sum(map(list.__ne__, texts[0], texts[-1])), "of 16 texts changed")
+"""
+"""An engine with vLLM's own defaults, on a GPU with model runner V2, generates the same until two drafters are swapped in."""
+MOST_CHANGED = 4
+"""Most texts that drafts may change, since 16-bit batches of another shape can resolve ties differently."""
 
 REMEDIES = {
     "run": "Look up the error in the output, whose place is printed below. NCCL_DEBUG=INFO names links between GPUs that fail.",
     "verify": "Do not speculate on this installation: run `cotrain verify`, and report the settings that fail.",
+    "sidecar": "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report this result.",
 }
 VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--distance", "0.15")
 
@@ -54,6 +78,20 @@ def verify(folder: Path) -> str:
             raise
         raise Problem(read_object(report)["verdict"]) from problem
     return str(read_object(report)["verdict"])
+
+
+def sidecar(folder: Path) -> str:
+    """`cotrain run` trains a drafter beside an engine with vLLM's own defaults, whose greedy text stays the same."""
+    own = [f"run_root={folder}", f"spool={folder}/spool", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}"]
+    own += ["name=sidecar", "adaptive=false"]
+    host = [sys.executable, "-c", HOST, str(resolve_model(TINY_MODEL)), _dtype()]
+    output = output_of("-m", "pipelines.cli", "run", "--model", TINY_MODEL, *DRAFTER, *own, "--", *host)
+    swaps = sum(row.get("drafter/published") or 0 for row in read_rows(folder / "sidecar" / "metrics.jsonl"))
+    changed = re.search(r"^(\d+) of 16 texts changed$", output, re.MULTILINE)
+    engines = re.search(r"^ *engines +(.*)", output, re.MULTILINE)
+    if not (swaps and engines and changed and int(changed[1]) <= MOST_CHANGED):
+        raise Problem(f"{swaps:.0f} drafters swapped in, {changed and changed[0]}; engines: {engines and engines[1]}")
+    return f"{engines[1]}, {swaps:.0f} drafters swapped in, {changed[0]}"
 
 
 def _dtype() -> str:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from importlib import metadata
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -125,13 +124,6 @@ def hooks() -> str:
     return f"vLLM {__version__} is as cotrain knows it"
 
 
-def model_runner_v2() -> str:
-    """The sidecar's hooks work in vLLM's model runner V2, which nothing on a machine without a GPU uses."""
-    _gpus()
-    with TemporaryDirectory() as folder:
-        return output_of("-m", "pipelines.doctor.adopted", folder).splitlines()[-1]
-
-
 SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
 MACHINE = {
     "torch": (torch, SETUP),
@@ -141,10 +133,6 @@ MACHINE = {
     "disk": (disk, "Make room, start runs in a folder on a larger disk, or set COTRAIN_CACHE to one."),
     "gpus": (gpus, "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."),
     "hooks": (hooks, "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one."),
-    "model-runner-v2": (
-        model_runner_v2,
-        "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report this result.",
-    ),
 }
 """Checks of this machine in their order, each with what to do when it fails."""
 

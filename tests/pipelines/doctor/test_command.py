@@ -129,3 +129,22 @@ def test_on_several_gpus_the_short_run_has_two_learner_processes(
             engine.run(tmp_path, None)
         config = load_config([], asked[-1][3:])
         assert config.policy.num_processes == gpus - 1 and place(config, [gpus])[0] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("swaps", "engines", "changed", "passes"),
+    [(2, "1 adopted", 4, True), (0, "1 adopted", 0, False), (2, "1 adopted", 5, False), (2, None, 0, False)],
+)
+def test_a_host_without_drafters_or_with_other_text_fails(
+    swaps: int, engines: str | None, changed: int, passes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    printed = f"{changed} of 16 texts changed\n" + (f"  engines     {engines}\n" if engines else "")
+    monkeypatch.setattr(engine, "output_of", lambda *arguments: printed)
+    monkeypatch.setattr(engine, "resolve_model", Path)
+    (tmp_path / "sidecar").mkdir()
+    (tmp_path / "sidecar" / "metrics.jsonl").write_text(json.dumps({"step": 1, "drafter/published": swaps}) + "\n")
+    if passes:
+        assert engine.sidecar(tmp_path) == "1 adopted, 2 drafters swapped in, 4 of 16 texts changed"
+    else:
+        with pytest.raises(Problem, match=rf"^{swaps} drafters swapped in, {changed} of 16 texts changed; engines: "):
+            engine.sidecar(tmp_path)
