@@ -13,10 +13,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from cotrain.config.schema import default_run_root
-from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.engine.interface import KNOWN_VERSION, moved
-from cotrain.models.loading import cache_folder
 from cotrain.process import threads
 from cotrain.process.scratch import SHARED_MEMORY
 from cotrain.run import provenance
@@ -24,8 +21,6 @@ from cotrain.run import provenance
 GIB = 2**30
 SHARED_MEMORY_GIB = 1.0
 """Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step need room as well."""
-DISK_GIB = 8.0
-"""Four checkpoints of a policy of 135 M parameters take 6.5 GiB."""
 HANGS_AFTER_S = 600
 
 OPENMP_IN_USE = """
@@ -94,18 +89,6 @@ def shared_memory() -> str:
     return f"{free:.1f} GiB free"
 
 
-def disk() -> str:
-    """The disks of runs and of the model cache have room for a small run, and the caches can be written."""
-    if problems := cache_problems():
-        raise Problem("; ".join(problems))
-    folders = {"runs": default_run_root(), "cache": cache_folder()}
-    free = {what: shutil.disk_usage(nearest(folder)).free / GIB for what, folder in folders.items()}
-    text = ", ".join(f"{gib:.1f} GiB free for {what}" for what, gib in free.items())
-    if min(free.values()) < DISK_GIB:
-        raise Problem(f"{text}; {DISK_GIB:g} GiB are the least for a run")
-    return text
-
-
 def gpus() -> str:
     """Torch can use every GPU that the driver shows and the environment allows."""
     shown, usable, allowed = _gpus(), _torch_facts()["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -130,7 +113,6 @@ MACHINE = {
     "vllm": (vllm, SETUP),
     "openmp": (openmp, "Run `make setup` again, which installs intel-openmp beside vLLM's CPU build."),
     "shared-memory": (shared_memory, "Start the container with --shm-size=8g or --ipc=host, or enlarge /dev/shm."),
-    "disk": (disk, "Make room, start runs in a folder on a larger disk, or set COTRAIN_CACHE to one."),
     "gpus": (gpus, "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."),
     "hooks": (hooks, "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one."),
 }

@@ -38,9 +38,8 @@ def test_a_failure_has_status_1_a_remedy_and_the_place_of_the_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "shm")
-    monkeypatch.setattr(machine, "DISK_GIB", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["--only", "shared-memory", "disk", "--json", str(tmp_path / "out.json")]) == 1
+    assert main(["--only", "shared-memory", "vllm", "--json", str(tmp_path / "out.json")]) == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert "is missing or cannot be written" in printed and MACHINE["shared-memory"][1] in printed
     assert "2 checks in " in printed and "failed: shared-memory" in printed
@@ -49,8 +48,8 @@ def test_a_failure_has_status_1_a_remedy_and_the_place_of_the_output(
     report = json.loads((tmp_path / "out.json").read_text())
     assert not report["passed"] and report["packages"]["python"]
     assert [(check["name"], check["status"]) for check in report["checks"]] == [
+        ("vllm", "pass"),
         ("shared-memory", "fail"),
-        ("disk", "pass"),
     ]
 
 

@@ -106,17 +106,6 @@ def test_shared_memory_that_is_missing_or_small_fails(monkeypatch: pytest.Monkey
         machine.shared_memory()
 
 
-def test_a_full_disk_fails_and_a_cache_that_does_not_exist_yet_does_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(machine, "DISK_GIB", 0.0)
-    monkeypatch.setenv("COTRAIN_CACHE", str(tmp_path / "new" / "cache"))
-    assert "free for cache" in machine.disk()
-    monkeypatch.setattr(machine, "DISK_GIB", 2.0**30)
-    with pytest.raises(Problem, match="are the least for a run"):
-        machine.disk()
-
-
 def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(0)
     with pytest.raises(NotApplicable):
