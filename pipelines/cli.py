@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.parse_args(arguments)  # prints help, or what is wrong, and exits
         if os.path.expanduser("~") == "~":  # MLflow and others could not even be imported
             raise ValueError(
-                "HOME: it is not set, and this user has no home folder; set it to a folder that can be written"
+                "HOME: it is not set, and this user has no home folder; set HOME to a folder that can be written"
             )
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
