@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace) -> None:
     from drafters.alignment import DraftBatch
     from drafters.base import SamplingParams, TargetSpec, TargetWeights
     from drafters.build import build_drafter
-    from drafters.config import DrafterModelConfig, ObjectiveConfig
+    from drafters.config import DrafterModelConfig
     from drafters.losses import drafter_loss
 
     return_freed_blocks()
@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
     )
     before = status_bytes("VmRSS")
     started = time.perf_counter()
-    loss, _ = drafter_loss(drafter, batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig())
+    loss, _ = drafter_loss(drafter, batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"))
     loss.backward()
     optimizer.step()
     seconds = time.perf_counter() - started

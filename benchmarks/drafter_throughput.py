@@ -34,7 +34,7 @@ def main() -> None:
     from drafters.alignment import DraftBatch
     from drafters.base import SamplingParams, TargetSpec
     from drafters.build import build_drafter
-    from drafters.config import DrafterModelConfig, ObjectiveConfig
+    from drafters.config import DrafterModelConfig
     from drafters.losses import drafter_loss
 
     torch.set_num_threads(args.threads)
@@ -74,9 +74,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
 
         def step() -> None:
-            loss, _ = drafter_loss(
-                drafter, batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"), ObjectiveConfig()
-            )
+            loss, _ = drafter_loss(drafter, batch, weights, SamplingParams(1.0, 1.0, 0, "probabilistic"))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -212,8 +212,7 @@ class Scorer:
         from drafters.losses import acceptances
 
         batches = batches_of(records, self._config.batch_tokens)
-        arguments = self._weights, self._sampling, self._config.objective
-        starts = [acceptances([drafter], rows, *arguments)[0] for rows, _ in batches]
+        starts = [acceptances([drafter], rows, self._weights, self._sampling)[0] for rows, _ in batches]
         return rollout_acceptances(starts, min(self._k, drafter.shape.trained_depth))
 
 

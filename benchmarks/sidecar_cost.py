@@ -265,7 +265,7 @@ def served_table(found: dict[str, Any], out: Path) -> str:
     """Markdown, of all waves before the update, of WINDOW after it, and of the last half after it; and acceptance.png."""
     import pandas as pd
 
-    from pipelines.page.figures import line_figure
+    from pipelines.page.page import line_figure
 
     start, update, frame = found["start"], found["update"], pd.DataFrame(found["waves"])
     by_arm, end, cells = frame.pivot(index="number", columns="arm"), frame["number"].max() + 1, {}
@@ -285,7 +285,7 @@ def served_table(found: dict[str, Any], out: Path) -> str:
         num, seconds = is_back.idxmax() + 1 - update, after["seconds"].loc[: is_back.idxmax()].sum()
         found["recovery"] = {"waves": int(num), "tokens": int(num) * found["tokens"], "seconds": float(seconds)}
     lines = {TRAINED: trained["length"], FROZEN: by_arm["length"][FROZEN].loc[start:]}
-    marks = {"policy update": trained.index.to_series() == update, "another drafter": trained["drafter"].diff() > 0}
+    marks = {"policy update": [update], "another drafter": list(trained.index[trained["drafter"].diff() > 0])}
     line_figure(lines, "acceptance length", "wave", marks=marks, floor="no gain").savefig(out / "acceptance.png")
     return f"{text}\n\nBack at {enough:.2f}, {RECOVERED:.0%} of the length before the update: {found['recovery']}"
 

@@ -31,15 +31,13 @@ from drafters.acceptance import rollout_acceptance
 from drafters.alignment import Alignment, DraftBatch, generated_before
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import ObjectiveConfig
 
 SHORT_ANSWER = 10
 
-CERTAIN, LIKELY, LEFT_OUT, DECAY = "certainly reached", "reached with probability 0.8", "left out", "decay"
-ARMS = (CERTAIN, LIKELY, LEFT_OUT, DECAY)
-"""What is taken of a position that predicts a token of the prompt, with depth_weights = "reach": accepted for certain, as
-drafters/losses.py has it; accepted with probability DEPTH_DECAY; or its start is not trained on at all. The last arm is
-depth_weights = "decay"."""
+CERTAIN, LIKELY, LEFT_OUT = "certainly reached", "reached with probability 0.8", "left out"
+ARMS = (CERTAIN, LIKELY, LEFT_OUT)
+"""What a position that predicts a token of the prompt counts as: accepted for certain, as in drafters/losses.py; accepted with
+probability 0.8; or its start is not trained on at all."""
 
 
 @contextmanager
@@ -53,7 +51,7 @@ def arm_of(name: str) -> Iterator[None]:
         return replace(alignment, supervised=alignment.supervised & served)
 
     if name == LIKELY:
-        drafters.losses.reach_weights = lambda before: before.nan_to_num(drafters.losses.DEPTH_DECAY).prod(0)
+        drafters.losses.reach_weights = lambda before: before.nan_to_num(0.8).prod(0)
     if name == LEFT_OUT:
         drafters.losses.align = without_unserved
     try:
@@ -88,8 +86,6 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     target = read_target_weights(model, 0, spec, "cpu")
     rollout = config.rollout
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-    depth_weights = "decay" if arm == DECAY else "reach"
-    objective = config.drafter.objective.model_copy(update={"depth_weights": depth_weights})
     training = [record for shard in sorted((run / "features").glob("training_*")) for record in read_shard(shard)]
     holdout = read_shard(run / "features" / "holdout.safetensors")
 
@@ -103,29 +99,25 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
             shuffled.shuffle(order)
             for batch, _ in batches_of(order, config.drafter.batch_tokens):
                 optimizer.zero_grad()
-                drafters.losses.drafter_loss(drafter, batch, target, sampling, objective)[0].backward()
+                drafters.losses.drafter_loss(drafter, batch, target, sampling)[0].backward()
                 torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
 
     batches = [rows for rows, _ in batches_of(holdout, config.drafter.batch_tokens)]
-    parts = [drafters.losses.acceptances([drafter], batch, target, sampling, objective)[0] for batch in batches]
+    parts = [drafters.losses.acceptances([drafter], batch, target, sampling)[0] for batch in batches]
     scored = rollout_acceptance(parts, rollout.num_speculative_tokens)
     short = torch.tensor([r.num_tokens - r.prompt_length <= SHORT_ANSWER for r in holdout])
     lengths = [length_of(scored.steps, scored.accepted, rows) for rows in (short | ~short, short, ~short)]
     rates = " ".join(f"{rate:.2f}" for rate in (scored.accepted.sum(0) / scored.steps.sum()).tolist())
     with arm_of(arm):
-        share = unserved_share(drafter, batches, target, sampling, objective)
+        share = unserved_share(drafter, batches, target, sampling)
     cells = [arm, str(seed), *(f"{length:.3f}" for length in lengths), rates, " ".join(f"{part:.0%}" for part in share)]
     return f"| {' | '.join(cells)} |"
 
 
 @torch.no_grad()
 def unserved_share(
-    drafter: Drafter,
-    batches: Sequence[DraftBatch],
-    target: TargetWeights,
-    sampling: SamplingParams,
-    objective: ObjectiveConfig,
+    drafter: Drafter, batches: Sequence[DraftBatch], target: TargetWeights, sampling: SamplingParams
 ) -> list[float]:
     """Share of each position's weight that falls on starts where no verification step begins."""
     depth = drafter.shape.trained_depth
@@ -134,12 +126,10 @@ def unserved_share(
         alignment = drafters.losses.align(batch, depth)
         teacher = drafters.losses.Teacher(batch, target, drafter.draft_to_target, sampling)
         drafts = drafter.drafts(batch, alignment, target)
-        *_, accepted = drafters.losses.draft_loss(*drafts, teacher, alignment, objective)
+        *_, accepted = drafters.losses.draft_loss(*drafts, teacher, alignment)
         unserved = generated_before(batch, alignment.start_rows) < 0
         for k in range(depth):
             weight = drafters.losses.reach_weights(accepted[0, :k]) * alignment.supervised[k]
-            if objective.depth_weights == "decay":
-                weight = alignment.supervised[k].float()
             of_unserved[k] += weight[unserved].sum()
             of_all[k] += weight.sum()
     return (of_unserved / of_all).tolist()

@@ -74,8 +74,13 @@ def rollout_acceptance(
         whole = exists.any(1) & (exists == exists.cummin(1).values).all(1)
         whole &= (tables[0, :, 0].isfinite() | ~exists).all(1)
         known[whole] = tables[:, whole].isfinite().sum((0, 2, 3))
-        begun = None if drafted is None else _begun(drafted, num_speculative_tokens, exists)[whole]
-        steps[whole], accepted[whole] = _steps_and_accepted(tables[:, whole], exists[whole], begun)
+        probability, drawn = (_without_unknown(table, exists[whole]) for table in tables[:, whole])
+        all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
+        if drafted is None:
+            begun = _visits(all_before, exists[whole])
+        else:
+            begun = _begun(drafted, num_speculative_tokens, exists)[whole]
+        steps[whole], accepted[whole] = begun.sum(1), (begun[:, None] * all_before[:, :-1] * probability).sum(2)
     return RolloutAcceptance(steps, accepted, known)
 
 
@@ -83,9 +88,7 @@ def rollout_acceptances(
     starts: Sequence[StartAcceptance], most: int, drafted: Sequence[Sequence[tuple[int, int]]] | None = None
 ) -> list[RolloutAcceptance]:
     """Call `rollout_acceptance` for each draft length 1 to `most`, which decides where verification steps begin."""
-    return [
-        rollout_acceptance(starts, num_speculative_tokens, drafted) for num_speculative_tokens in range(1, most + 1)
-    ]
+    return [rollout_acceptance(starts, k, drafted) for k in range(1, most + 1)]
 
 
 def _begun(drafted: Sequence[Sequence[tuple[int, int]]], num_speculative_tokens: int, exists: Tensor) -> Tensor:
@@ -112,14 +115,6 @@ def _by_rollout(
     tables = torch.full((2, num_speculative_tokens, *exists.shape), torch.nan, dtype=torch.float64)
     tables[:, :, *place] = both[:, :num_speculative_tokens].double().cpu()[:, :, begins]
     return tables.transpose(1, 2), exists
-
-
-def _steps_and_accepted(tables: Tensor, exists: Tensor, begun: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `RolloutAcceptance.steps` [R] and `.accepted` [R, k] of rollouts without holes, from tables of `_by_rollout`."""
-    probability, drawn = (_without_unknown(table, exists) for table in tables)
-    all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
-    visits = _visits(all_before, exists) if begun is None else begun
-    return visits.sum(1), (visits[:, None] * all_before[:, :-1] * probability).sum(2)
 
 
 def _without_unknown(table: Tensor, exists: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from drafters.base import Drafter, TargetSpec
-from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import DrafterModelConfig
 from drafters.draft_model.model import FAMILIES, DraftModel
 from drafters.eagle3.model import Eagle3Drafter
 from drafters.files import read_config
@@ -26,7 +26,7 @@ ARCHITECTURES = {
 """Type of the drafter in a checkpoint, by the architecture in its config.json."""
 
 
-def build_drafter(config: Eagle3Config | MtpConfig | DraftModelConfig, target: TargetSpec, seed: int) -> Drafter:
+def build_drafter(config: DrafterModelConfig, target: TargetSpec, seed: int) -> Drafter:
     """Build a drafter in float32 with random weights that depend only on the seed. Call `start_from` next.
 
     Raises ValueError when it cannot fit the target.
@@ -41,7 +41,7 @@ def build_drafter(config: Eagle3Config | MtpConfig | DraftModelConfig, target: T
     return drafter
 
 
-def shape_problems(config: Eagle3Config | MtpConfig | DraftModelConfig, target: TargetSpec) -> list[str]:
+def shape_problems(config: DrafterModelConfig, target: TargetSpec) -> list[str]:
     """List the reasons why a drafter of this configuration does not fit the target; empty when it does."""
     try:
         DRAFTERS[config.type].shape_of(config, target)
@@ -63,16 +63,15 @@ def load_drafter(
     folder: str | Path,
     target: TargetSpec,
     num_positions: int | None = None,
-    config: Eagle3Config | MtpConfig | DraftModelConfig | None = None,
+    config: DrafterModelConfig | None = None,
     depth_if_unstated: int | None = None,
 ) -> Drafter:
     """Read the drafter of a checkpoint folder, in float32.
 
-    num_positions: positions that the engine needs (longest prompt and response, and the draft after them), or None if
-    the drafter will not be served. config: the wanted type and settings, or None to accept any. depth_if_unstated: trained depth
-    where neither the checkpoint nor config says it. Raises ValueError when
-    the folder holds no known drafter, one of another type or with other settings than wanted, one made for another
-    target or for fewer positions, or tensors that are broken or too large to serve.
+    num_positions: positions that the engine needs (longest prompt and response, and the draft after them), or None if the drafter
+    will not be served. config: the wanted type and settings, or None to accept any. depth_if_unstated: trained depth where
+    neither the checkpoint nor config says it. Raises ValueError when the folder holds no known drafter, one of another type or
+    with other settings, one made for another target or for fewer positions, or tensors that are broken or too large to serve.
     """
     kind = kind_of(folder)
     if config is not None and config.type != kind:
@@ -98,12 +97,10 @@ def load_drafter(
         )
     # The shape of a loaded drafter is that of its checkpoint; a configuration that says otherwise is refused.
     wanted = {} if config is None else config.model_dump(exclude={"type"}, exclude_none=True)
-    found = vars(shape.sizes) | vars(shape)
-    wrong = [
-        f"drafter.model.{name} is {value}, the checkpoint has {found[name]}"
-        for name, value in wanted.items()
-        if value != found[name]
-    ]
-    if wrong:
+    has = vars(shape.sizes) | vars(shape)
+    differing = {name: value for name, value in wanted.items() if value != has[name]}
+    if wrong := [
+        f"drafter.model.{name} is {value}, the checkpoint has {has[name]}" for name, value in differing.items()
+    ]:
         raise ValueError(f"drafter.init {folder} was made with other settings; take them over: " + "; ".join(wrong))
     return drafter

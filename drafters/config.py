@@ -68,14 +68,3 @@ NATIVE_HEAD_ARCHITECTURES = {"MiMoForCausalLM": "Qwen2ForCausalLM", "Qwen3NextFo
 """Policies whose checkpoint may hold an MTP head: the architecture in its config.json, and that without the head."""
 
 DrafterModelConfig = Annotated[Eagle3Config | MtpConfig | DraftModelConfig, Field(discriminator="type")]
-
-
-class ObjectiveConfig(Section):
-    """What the drafter is trained for. Acceptance follows the engine's own sampling rule: see drafters/losses.py."""
-
-    type: Literal["soft_cross_entropy", "lk_hybrid"] = "lk_hybrid"
-    """soft_cross_entropy: cross-entropy against the target's distribution at the rollout temperature.
-    lk_hybrid: mostly cross-entropy while the acceptance probability alpha is low, and mostly 1 - alpha as it rises
-    (weights exp(-3 alpha) and 1 - exp(-3 alpha), arXiv 2602.23881)."""
-    depth_weights: Literal["reach", "decay"] = "reach"
-    """Weight of draft position k in the loss. reach: the probability that verification gets there. decay: 0.8**k, k from 0."""

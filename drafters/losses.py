@@ -19,10 +19,9 @@ from torch import Tensor
 from drafters.acceptance import StartAcceptance
 from drafters.alignment import Alignment, DraftBatch, align, beyond_stop, generated_before
 from drafters.base import Drafter, SamplingParams, TargetWeights
-from drafters.config import ObjectiveConfig
 
 KL_DECAY = 3.0
-"""Rate at which lk_hybrid moves from cross-entropy to acceptance as alpha rises; the value of its paper."""
+"""Rate at which the loss moves from cross-entropy to acceptance as alpha rises; the value of arXiv 2602.23881."""
 
 
 class Comparison(NamedTuple):
@@ -33,14 +32,12 @@ class Comparison(NamedTuple):
     gradient: Tensor | None  # [R, V_draft] of the loss with respect to the logits
 
 
-def compare(
-    p: Tensor, logits: Tensor, drawn: Tensor, sampling: SamplingParams, objective: ObjectiveConfig, with_gradient: bool
-) -> Comparison:
+def compare(p: Tensor, logits: Tensor, drawn: Tensor, sampling: SamplingParams, with_gradient: bool) -> Comparison:
     """Compare drafter logits [R, V_draft] with target probabilities p [R, V_draft]; both may be overwritten.
 
     drawn [R]: draft id of the token the rollout continues with, -1 outside the draft vocabulary. Given this token x, it
-    was an accepted draft with probability min(1, q(x)/p(x)), or with greedy drafts exactly if x = argmax q. lk_hybrid
-    weights cross-entropy with exp(-KL_DECAY alpha) and 1 - alpha with the rest (arXiv 2602.23881).
+    was an accepted draft with probability min(1, q(x)/p(x)), or with greedy drafts exactly if x = argmax q. The loss
+    weights cross-entropy with exp(-KL_DECAY alpha) and 1 - alpha with the rest (arXiv 2602.23881, lk_hybrid).
     """
     greedy = sampling.draft_sample_method == "greedy" or sampling.temperature == 0
     temperature = sampling.temperature or 1.0
@@ -58,7 +55,7 @@ def compare(
         alpha = trained = torch.minimum(p, q).sum(-1)
         alpha_drawn = (q.gather(1, token) / p.gather(1, token).clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1)
     accepted = torch.stack([alpha, alpha_drawn.squeeze(1) * (drawn >= 0)])
-    share = torch.exp(-KL_DECAY * trained) if objective.type == "lk_hybrid" else torch.ones_like(trained)
+    share = torch.exp(-KL_DECAY * trained)
     loss = share * cross_entropy + (1 - share) * (1 - trained)
     gradient = _gradient(p, q, share, greedy).div_(temperature) if with_gradient else None
     return Comparison(loss, accepted, gradient)
@@ -77,8 +74,6 @@ def _gradient(p: Tensor, q: Tensor, share: Tensor, greedy: bool) -> Tensor:
 
 CHUNK_TOKENS = 512
 """Rows whose logits are in memory at once. It bounds peak memory and never changes the result."""
-DEPTH_DECAY = 0.8
-"""Ratio of a draft position's weight to that of the position before it, with depth_weights = "decay"."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ class Teacher:
 
 
 def drafter_loss(
-    drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, objective: ObjectiveConfig
+    drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams
 ) -> tuple[Tensor, Tensor]:
     """Unroll a drafter to its trained depth and compare each position with the target's processed distribution.
 
@@ -127,17 +122,13 @@ def drafter_loss(
     alignment = align(batch, drafter.shape.trained_depth)
     hidden, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
-    loss, per_position, _ = draft_loss(hidden, head, teacher, alignment, objective)
+    loss, per_position, _ = draft_loss(hidden, head, teacher, alignment)
     return loss, per_position
 
 
 @torch.no_grad()
 def acceptances(
-    drafters: Sequence[Drafter],
-    batch: DraftBatch,
-    target: TargetWeights,
-    sampling: SamplingParams,
-    objective: ObjectiveConfig,
+    drafters: Sequence[Drafter], batch: DraftBatch, target: TargetWeights, sampling: SamplingParams
 ) -> list[StartAcceptance]:
     """Return the acceptance of each drafter at every start; the target's distribution is computed only once.
 
@@ -148,9 +139,13 @@ def acceptances(
         (*d.drafts(batch, alignment, target), Teacher(batch, target, d.draft_to_target, sampling)) for d in drafters
     ]
     tables = [_nothing_accepted(head, alignment) for _, head, _ in heads]
-    for index, k, starts, _, result in _comparisons(heads, alignment, objective, with_gradient=False):
+    for index, k, starts, _, result in _comparisons(heads, alignment, with_gradient=False):
         tables[index][:, k, starts] = result.accepted
-    return [_by_start(table, batch, alignment, d) for table, d in zip(tables, drafters, strict=True)]
+    rows, shape = alignment.start_rows, drafters[0].shape
+    beyond = beyond_stop(batch, rows, shape.trained_depth, shape.sizes.eos_token_ids)
+    of_start = batch.document_ids[rows], generated_before(batch, rows)
+    filled = (table.masked_fill(beyond, 0.0) for table in tables)
+    return [StartAcceptance(probability, drawn, *of_start) for probability, drawn in filled]
 
 
 def _nothing_accepted(head: Tensor, alignment: Alignment) -> Tensor:
@@ -159,18 +154,8 @@ def _nothing_accepted(head: Tensor, alignment: Alignment) -> Tensor:
     return head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision)
 
 
-def _by_start(accepted: Tensor, batch: DraftBatch, alignment: Alignment, drafter: Drafter) -> StartAcceptance:
-    """Add each start's rollout and offset to its acceptance [2, K, S], which is set to 0 behind an end-of-sequence token."""
-    rows, eos_token_ids = alignment.start_rows, drafter.shape.sizes.eos_token_ids
-    accepted = accepted.masked_fill(beyond_stop(batch, rows, accepted.shape[1], eos_token_ids), 0.0)
-    return StartAcceptance(accepted[0], accepted[1], batch.document_ids[rows], generated_before(batch, rows))
-
-
 def _comparisons(
-    heads: Sequence[tuple[Sequence[Tensor], Tensor, Teacher]],
-    alignment: Alignment,
-    objective: ObjectiveConfig,
-    with_gradient: bool,
+    heads: Sequence[tuple[Sequence[Tensor], Tensor, Teacher]], alignment: Alignment, with_gradient: bool
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Comparison]]:
     """Compare drafters with the target, a chunk of ascending target rows at a time.
 
@@ -193,7 +178,7 @@ def _comparisons(
                 states = hidden[k][starts]
                 logits = at_least_float32(states @ head.T)
                 p, drawn = probabilities[index][torch.searchsorted(chunk, rows)], teacher.drawn_draft_ids(rows)
-                yield index, k, starts, states, compare(p, logits, drawn, teacher.sampling, objective, with_gradient)
+                yield index, k, starts, states, compare(p, logits, drawn, teacher.sampling, with_gradient)
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -213,20 +198,20 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def draft_loss(
-    hidden: Sequence[Tensor], draft_head: Tensor, teacher: Teacher, alignment: Alignment, objective: ObjectiveConfig
+    hidden: Sequence[Tensor], draft_head: Tensor, teacher: Teacher, alignment: Alignment
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the objective over all supervised starts and draft positions.
 
     hidden: K tensors [S, H], the states that draft_head [V_draft, H] reads for each start. Both distributions are at the
     rollout temperature, which vLLM's drafter applies too (at temperature 0, the drafter's logits are used unscaled).
     The loss of start s at position k has the weight w(k, s) divided by the number of supervised starts of k, and the
-    weights are normalised to sum to 1. w is DEPTH_DECAY**k or, with depth_weights = "reach", the probability
-    prod_{j<k} alpha_j(s) that the position is reached, through which no gradient flows (`reach_weights`).
+    weights are normalised to sum to 1. w is the probability prod_{j<k} alpha_j(s) that the position is reached, through
+    which no gradient flows (`reach_weights`).
 
     Returns the loss, differentiable in `hidden` and `draft_head`; the mean loss over the supervised starts of each
     position [K]; and the two tables of `StartAcceptance` [2, K, S], NaN where not supervised.
     """
-    return _DraftLoss.apply(teacher, alignment, objective, torch.is_grad_enabled(), draft_head, *hidden)
+    return _DraftLoss.apply(teacher, alignment, torch.is_grad_enabled(), draft_head, *hidden)
 
 
 def reach_weights(before: Tensor) -> Tensor:
@@ -243,22 +228,19 @@ class _DraftLoss(torch.autograd.Function):
     """Computes the gradients in the forward pass, so that logits need neither be kept nor computed twice."""
 
     @staticmethod
-    def forward(ctx, teacher, alignment, objective, with_gradients, draft_head, *hidden):
+    def forward(ctx, teacher, alignment, with_gradients, draft_head, *hidden):
         num_starts = alignment.supervised.sum(1).tolist()
         accepted = _nothing_accepted(draft_head, alignment)
         loss, (per_position, weights) = accepted.new_zeros(()), accepted.new_zeros(2, len(hidden))
         of_hidden = [torch.zeros_like(tensor) for tensor in hidden] if with_gradients else []
         # A head that is the target's own is not trained; its gradient would be as large as the head.
-        of_head = torch.zeros_like(draft_head) if with_gradients and ctx.needs_input_grad[4] else None
+        of_head = torch.zeros_like(draft_head) if with_gradients and ctx.needs_input_grad[3] else None
 
-        compared = _comparisons([(hidden, draft_head, teacher)], alignment, objective, with_gradients)
+        compared = _comparisons([(hidden, draft_head, teacher)], alignment, with_gradients)
         for _, k, starts, states, result in compared:
             accepted[:, k, starts] = result.accepted
-            weight = result.loss.new_full((len(starts),), DEPTH_DECAY**k)
-            if objective.depth_weights == "reach":
-                # Target rows ascend, so the acceptance of a start's earlier positions is already known.
-                weight = reach_weights(accepted[0, :k, starts])
-            weight = weight / num_starts[k]
+            # Target rows ascend, so the acceptance of a start's earlier positions is already known.
+            weight = reach_weights(accepted[0, :k, starts]) / num_starts[k]
             weights[k] += weight.sum()
             loss += weight @ result.loss
             per_position[k] += result.loss.sum() / num_starts[k]
@@ -275,7 +257,7 @@ class _DraftLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_gradient, *_):
-        return (None,) * 4 + tuple(None if g is None else g * loss_gradient for g in ctx.saved_tensors)
+        return (None,) * 3 + tuple(None if g is None else g * loss_gradient for g in ctx.saved_tensors)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

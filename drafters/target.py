@@ -117,6 +117,7 @@ class TargetSpec:
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
             "max_window_layers": 0,
+            "eos_token_id": list(self.eos_token_ids) or None,
         }
 
 
@@ -143,8 +144,8 @@ def _windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def _experts(config: dict[str, Any]) -> Experts | None:
-    sparse = config.get("num_experts") and config.get("decoder_sparse_step", 1) == 1
-    if not sparse or 0 in (config.get("mlp_only_layers") or ()):
+    every = config.get("decoder_sparse_step", 1)
+    if not config.get("num_experts") or every != 1 or 0 in (config.get("mlp_only_layers") or ()):
         return None
     return Experts(
         number=config["num_experts"],

@@ -141,7 +141,7 @@ def report(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
     options = parser.parse_args(arguments)
-    from pipelines.page.folders import STUDY, find
+    from pipelines.page.record import STUDY, find
 
     folder = find(options.folder)
     if (folder / STUDY).is_file():

@@ -168,13 +168,8 @@ def prepare_engine(
 
 
 @asynccontextmanager
-async def one_engine(
-    setup: EngineSetup, seed: int, num_threads: int, ngram: bool = False
-) -> AsyncIterator[RolloutEngine]:
-    """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory.
-
-    ngram: draft tokens are looked up in the request's own text; the setup then has no drafter.
-    """
+async def one_engine(setup: EngineSetup, seed: int, num_threads: int) -> AsyncIterator[RolloutEngine]:
+    """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory."""
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
     others = set(descendants())
     with scratch_folder("engine") as scratch, environment(temporary_files(scratch)):
@@ -185,7 +180,6 @@ async def one_engine(
             serving=setup.drafter.serving if setup.drafter else None,
             seed=seed,
             scratch=str(scratch),
-            speculation="ngram" if ngram else "drafter",
         )
         engine = RolloutEngine(spec)
         try:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from drafters.config import DrafterModelConfig, ObjectiveConfig, Section
+from drafters.config import DrafterModelConfig, Section
 
 MIN_ROLLOUTS = 16
 """Fewest rollouts of a step that the gate needs. With fewer, a few long responses bias the ratios of their sums."""
@@ -224,7 +224,6 @@ class DrafterConfig(Section):
     """First weights: a checkpoint folder or an MLflow model URI (models:/NAME@serving). Default: random."""
     train: bool = True
     """Co-train the drafter; False serves the first weights throughout (the frozen baseline)."""
-    objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
     gate: GateConfig = GateConfig()
     alarms: AlarmConfig = AlarmConfig()

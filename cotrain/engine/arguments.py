@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import CPU_BLOCK_TOKENS, has_linear_attention
@@ -13,7 +13,7 @@ PACKAGE = "cotrain.engine"
 """vLLM imports our classes by name in its own process; importing them here as well would only take time."""
 
 PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""Lengths of the n-grams that n-gram speculation looks up. With vLLM's default, 5 exactly, it hardly ever finds one."""
+"""Arguments that vLLM's n-gram look-up needs, whose place the history takes."""
 
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
@@ -31,19 +31,16 @@ class EngineSpec:
     versions: Versions = field(default_factory=lambda: Versions(0, 0))
     weight_transfer: str = "files"
     """How the policy's weights arrive, see PolicyConfig."""
-    speculation: Literal["drafter", "ngram"] = "drafter"
-    """What proposes draft tokens: the drafter, if there is one, or a look-up of n-grams in the request's own text."""
 
     @property
     def speculates(self) -> bool:
         """Whether anything proposes draft tokens."""
-        return self.drafter_folder is not None or self.speculation == "ngram" or self.rollout.history is not None
+        return self.drafter_folder is not None or self.rollout.history is not None
 
     @property
     def chooses_length(self) -> bool:
         """Whether the engine may choose the draft length that is fastest."""
-        proposes = self.drafter_folder is not None or self.rollout.history is not None
-        return proposes and self.rollout.speculation.adaptive
+        return self.speculates and self.rollout.speculation.adaptive
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Distiller:
         """
         rows, sampling = batch
         target = self._target_weights[rows.policy_version]
-        loss, per_position = drafter_loss(self.drafter, self._on_device(rows), target, sampling, self._config.objective)
+        loss, per_position = drafter_loss(self.drafter, self._on_device(rows), target, sampling)
         self._optimizer.zero_grad()
         loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
@@ -134,10 +134,10 @@ class Distiller:
 
     def _starts(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[StartAcceptance]]:
         """Return, for each drafter, the acceptance at the starts of these rollouts, by batch."""
-        parts, objective = [], self._config.objective
+        parts = []
         for rows, sampling in batches_of(records, self._config.batch_tokens):
             target = self._target_weights[rows.policy_version]
-            parts.append(acceptances(drafters, self._on_device(rows), target, sampling, objective))
+            parts.append(acceptances(drafters, self._on_device(rows), target, sampling))
         return [[part[i] for part in parts] for i in range(len(drafters))]
 
     def check_publishable(self, version: int, drafter: Drafter) -> None:

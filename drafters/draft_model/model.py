@@ -56,10 +56,8 @@ class DraftModel(Drafter):
         if problem := _unsupported(target):
             raise ValueError(f'drafter.model.type: {problem}; use type = "eagle3"')
         if config.num_layers > target.num_layers:
-            raise ValueError(
-                f"drafter.model.num_layers: {config.num_layers} layers cannot be cut from the target's "
-                f"{target.num_layers}; lower it"
-            )
+            more = f"{config.num_layers} layers cannot be cut from the target's {target.num_layers}"
+            raise ValueError(f"drafter.model.num_layers: {more}; lower it")
         return Shape(replace(target, num_layers=config.num_layers), config.trained_depth)
 
     @staticmethod
@@ -70,9 +68,8 @@ class DraftModel(Drafter):
         if problem := _unsupported(sizes):
             raise ValueError(f"{folder}/config.json: {problem}")
         if fields := served_otherwise(config):
-            raise ValueError(
-                f"{folder}/config.json has {', '.join(fields)}: vLLM would serve another model than is trained"
-            )
+            other = "vLLM would serve another model than is trained"
+            raise ValueError(f"{folder}/config.json has {', '.join(fields)}: {other}")
         sizes.check_made_for(target, ("sliding_window",), folder)  # vLLM gives it the target's
         sizes = replace(sizes, eos_token_ids=target.eos_token_ids)
         depth = config.get(TRAINED_DEPTH) or depth_if_unstated or 1
@@ -89,7 +86,6 @@ class DraftModel(Drafter):
             "tie_word_embeddings": sizes.tie_word_embeddings,
             "attention_bias": sizes.attention_bias,
             "mlp_bias": sizes.mlp_bias,
-            "eos_token_id": list(sizes.eos_token_ids) or None,
             TRAINED_DEPTH: shape.trained_depth,
         }
 

@@ -30,6 +30,7 @@ SUPPORTED: dict[str, object] = {
 }  # fmt: skip
 """Fields that vLLM reads of a drafter's config.json, with the only value that this drafter implements."""
 
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED: dict[str, object] = {"use_aux_hidden_state": True, "norm_before_fc": False}
 """The same for fields of eagle_config."""
 
@@ -90,10 +91,8 @@ class Eagle3Drafter(Drafter):
     def shape_of(config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
         draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
         if draft_vocab_size > target.vocab_size:
-            raise ValueError(
-                f"drafter.model.draft_vocab_size: {draft_vocab_size} is above the target's vocabulary of "
-                f"{target.vocab_size} tokens; lower it"
-            )
+            more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
+            raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
         return Eagle3Shape(
             sizes=replace(target, partial_rotary_factor=1.0),
             trained_depth=config.trained_depth,
@@ -117,18 +116,15 @@ class Eagle3Drafter(Drafter):
         methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
         depth = methods[0].get("speculative_tokens") or depth_if_unstated
         if depth is None:
-            raise ValueError(
-                f"{folder}/config.json does not say how many draft positions were trained; add "
-                '"speculators_config": {"proposal_methods": [{"speculative_tokens": K}]}'
-            )
-        layers = config.get("eagle_aux_hidden_state_layer_ids")
+            fix = 'add "speculators_config": {"proposal_methods": [{"speculative_tokens": K}]}'
+            raise ValueError(f"{folder}/config.json does not say how many draft positions were trained; {fix}")
         slides = "sliding_attention" in (config.get("layer_types") or ())
         window = config["sliding_window"] if slides else target.sliding_window
         shape = Eagle3Shape(
             sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=window),
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
-            aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
+            aux_layers=check_aux_layers(config.get(AUX_LAYERS), target, f"{folder}/config.json"),
             fc_norm=bool(config.get("fc_norm")),
             norm_before_residual=bool(config.get("norm_before_residual")),
         )
@@ -138,26 +134,16 @@ class Eagle3Drafter(Drafter):
 
     @staticmethod
     def to_config(shape: Eagle3Shape) -> dict[str, object]:
-        own: dict[str, object] = {
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-        if shape.sizes.sliding_window is not None:
-            own["layer_types"] = ["sliding_attention"]
-        llama = shape.sizes.layer_config() | own
+        own = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
+        slides = {} if shape.sizes.sliding_window is None else {"layer_types": ["sliding_attention"]}
+        llama = shape.sizes.layer_config() | own | slides
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **llama,
-            "eos_token_id": list(shape.sizes.eos_token_ids) or None,
             "draft_vocab_size": shape.draft_vocab_size,
             "target_hidden_size": shape.sizes.hidden_size,
-            "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in shape.aux_layers],
-            },
+            AUX_LAYERS: list(shape.aux_layers),
+            "eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in shape.aux_layers]},
             # Always written out: the defaults of a missing flag differ between vLLM's two config readers.
             "norm_before_residual": shape.norm_before_residual,
             "norm_before_fc": False,
@@ -234,11 +220,9 @@ def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
         yield f"this is an EAGLE-3 variant with {field}, which is not supported"
     if (sizes.rope_type, sizes.partial_rotary_factor) != ("default", 1):
         yield f"rope_type {sizes.rope_type!r} or partial_rotary_factor {sizes.partial_rotary_factor:g} is not supported"
-    ids = nested.get("eagle_aux_hidden_state_layer_ids")
-    if ids and not config.get("eagle_aux_hidden_state_layer_ids"):
-        fix = (
-            f'for a drafter of SGLang, put "eagle_aux_hidden_state_layer_ids": {[layer + 1 for layer in ids]} beside it'
-        )
+    ids = nested.get(AUX_LAYERS)
+    if ids and not config.get(AUX_LAYERS):
+        fix = f'for a drafter of SGLang, put "{AUX_LAYERS}": {[layer + 1 for layer in ids]} beside it'
         yield f"the ids of its aux layers are in eagle_config alone, where engines read them differently; {fix}"
     if config.get("sliding_window") and config.get("use_sliding_window") is not False and not config.get("layer_types"):
         fix = 'add "layer_types": ["sliding_attention"], or take it out'

@@ -140,7 +140,6 @@ class MtpDrafter(Drafter):
             **sizes.layer_config(),
             "num_hidden_layers": sizes.num_layers,
             "rope_parameters": {"rope_type": "default", **rope},
-            "eos_token_id": list(sizes.eos_token_ids) or None,
             "num_experts": sizes.experts.number if sizes.experts else 0,
         }
 

@@ -4,18 +4,40 @@ A study can be stopped and started again at any point: what is finished is not r
 """
 
 import argparse
+import json
+import os
+import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-
-from filelock import FileLock, Timeout
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 from cotrain.config.errors import ConfigError
-from cotrain.process.children import two_stage_stop
+from cotrain.config.load import to_toml
+from cotrain.process.children import follow_parent, two_stage_stop
+from cotrain.run.checkpoint import latest_checkpoint
 from cotrain.run.console import duration
-from pipelines.ablate.jobs import execute, is_complete, last_error, next_action, restore_state, save_state
+from cotrain.run.mlflow_store import EXPERIMENT_VARIABLE
+from cotrain.run.provenance import FREE_FIELDS, flatten
+from cotrain.run.rows import read_rows
+from cotrain.run.run_dir import RunDir
+from drafters.files import read_object, write_json
 from pipelines.ablate.plan import Run, Status, Study, load_study
+from pipelines.page.record import STUDY
+
+PROGRAM = (sys.executable, "-m", "pipelines.cli")
+POLL_S = 0.05
+
+ERROR = re.compile(r"^(?:cotrain: |[\w.]*(?:Error|Exception|Interrupt)\b|.*DIFFERS).*(?:\n[ \t]+\S.*)*", re.MULTILINE)
+"""A line of a log that says why a run failed, with the indented lines that belong to it."""
+
+Action = Literal["finished", "resume", "start"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,79 +56,62 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     study = load_study(parsed.study, parsed.overrides)
     restore_state(study)
-    print("\n".join(_plan(study)), flush=True)
+    arms, seeds = len(study.config.arms), len(study.config.seeds)
+    print(f"study {study.config.name} in {study.folder}: {arms} arms x {seeds} seeds")
+    for run in study.runs:
+        tokens = f", {run.config.init.tokens:,} tokens" if run.command == "init" else ""
+        print(f"  {run.title}: {next_action(run)}{tokens}", flush=True)
+    _check(study, quick=parsed.dry_run)
     if parsed.dry_run:
-        from pipelines.preflight import find_problems
-
-        if problems := find_problems(study.shared, resume=True, quick=True):
-            raise ConfigError(problems)
         print("no problem found; what has to be downloaded or built, and drafters, are checked when the study starts")
         return 0
-    _check(study)
-    study.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(study.folder / "study.lock", timeout=0):
-            status = _run_study(study)
-    except Timeout:
-        raise ValueError(f"folder: {study.folder} is being run by another process; wait, or set name=...") from None
-    if status:
+    if status := _run_study(study):
         print(f"the same command goes on:\n  cotrain ablate {shlex.join(arguments)}")
     return status
 
 
-def _plan(study: Study) -> Iterator[str]:
-    """Lines of text: every run of the study, and what is to be done with it."""
-    arms, seeds = len(study.config.arms), len(study.config.seeds)
-    yield f"study {study.config.name} in {study.folder}: {arms} arms x {seeds} seeds"
-    for run in study.runs:
-        tokens = f", {run.config.init.tokens:,} tokens" if run.command == "init" else ""
-        yield f"  {run.title}: {next_action(run)}{tokens}"
+def _check(study: Study, quick: bool) -> None:
+    """Check what can be checked before a model loads; quick: without a download. Runs check a drafter of the user themselves."""
+    from pipelines.preflight import find_problems
 
-
-def _check(study: Study) -> None:
-    """Check what can be checked before a model loads. A drafter given by the user is checked by the runs themselves."""
-    from pipelines.preflight import check_run
-
-    for run in {run.name: run for run in study.trainings}.values():  # one of each arm
-        try:
-            check_run(run.config, resume=True)  # its folder may exist, and its drafter may not exist yet
-        except ConfigError as error:
-            raise ConfigError([f"{line} (in arm {run.name!r})" for line in error.problems]) from None
+    once = {(run.command, run.name): run for run in study.runs}.values()  # the seeds of an arm have the same problems
+    # Their folders may exist, as in a resume, and their drafters may not exist yet.
+    found = {run: find_problems(run.config, resume=True, command=run.command, quick=quick) for run in once}
+    if problems := [f"{line} (in {run.name!r})" for run, lines in found.items() for line in lines]:
+        raise ConfigError(problems)
 
 
 def _run_study(study: Study) -> int:
-    """Run what is not finished and write the report, with the study's folder locked. Returns the exit status."""
+    """Run what is not finished and write the report. Returns the exit status."""
     from pipelines.ablate.report import write_study_report
 
     started = time.monotonic()
     for name in ("logs", "runs", "inits"):
-        (study.folder / name).mkdir(exist_ok=True)
+        (study.folder / name).mkdir(parents=True, exist_ok=True)
     save_state(study)
     with two_stage_stop(print, "step") as stopped:
-        _run_all(study, stopped)
+        waiting = [run for run in study.runs if next_action(run) != "finished"]
+        for number, run in enumerate(waiting, 1):
+            if stopped():
+                break
+            print(f"[{number}/{len(waiting)}] {run.title} begins; its output is {run.log}", flush=True)
+            run.status, run.error = _ended(run, study, stopped)
+            save_state(study)
+            text = {"finished": "finished", "failed": f"FAILED: {run.error}", "missing": "stopped"}[run.status]
+            left = (time.monotonic() - started) / number * (len(waiting) - number)
+            print(f"[{number}/{len(waiting)}] {run.title}: {text}, eta {duration(left)}", flush=True)
     page = write_study_report(study.folder)
     print(f"\n{page.read_text()}\nreport: {page.with_suffix('.html')}")
-    failed = [run for run in study.trainings if run.status == "failed"]
-    took = duration(time.monotonic() - started)
-    if stopped():
-        print(f"stopped after {took}; everything finished is kept")
-        return 130
-    print(f"{len(failed)} runs failed, in {took}" if failed else f"all runs finished, in {took}")
-    return 1 if failed else 0
-
-
-def _run_all(study: Study, stopped: Callable[[], bool]) -> None:
-    """Run all runs that are not finished, and record in study.json how each of them ended."""
-    waiting, started = [run for run in study.runs if next_action(run) != "finished"], time.monotonic()
-    for number, run in enumerate(waiting, 1):
-        if stopped():
-            return
-        print(f"[{number}/{len(waiting)}] {run.title} begins; its output is {run.log}", flush=True)
-        run.status, run.error = _ended(run, study, stopped)
-        save_state(study)
-        text = {"finished": "finished", "failed": f"FAILED: {run.error}", "missing": "stopped"}[run.status]
-        left = (time.monotonic() - started) / number * (len(waiting) - number)
-        print(f"[{number}/{len(waiting)}] {run.title}: {text}, eta {duration(left)}", flush=True)
+    failed = sum(run.status == "failed" for run in study.trainings)
+    end = (
+        "stopped; everything finished is saved"
+        if stopped()
+        else f"{failed} runs failed"
+        if failed
+        else "all runs finished"
+    )
+    print(f"{end}, in {duration(time.monotonic() - started)}")
+    return 130 if stopped() else bool(failed)
 
 
 def _ended(run: Run, study: Study, stopped: Callable[[], bool]) -> tuple[Status, str | None]:
@@ -122,3 +127,97 @@ def _ended(run: Run, study: Study, stopped: Callable[[], bool]) -> tuple[Status,
         return "missing", None
     why = "somebody stopped it" if exit_status == 0 else last_error(run.log, exit_status)
     return "failed", f"{why} (log: {run.log})"
+
+
+def save_state(study: Study) -> None:
+    arms = dict[str, list[dict[str, Any]]]()
+    for run in study.trainings:
+        ended = {"folder": f"runs/{run.config.name}", "status": run.status, "error": run.error}
+        arms.setdefault(run.name, []).append({"seed": run.config.seed} | ended)
+    head = {"name": study.config.name, "steps": study.shared.steps, "seeds": list(study.config.seeds)}
+    write_json(study.folder / STUDY, head | {"arms": [{"name": arm, "runs": runs} for arm, runs in arms.items()]})
+
+
+def restore_state(study: Study) -> None:
+    """Set the status and the error of each run that study.json lists.
+
+    Raises ConfigError naming every setting that has changed since the runs in the study's folder were made.
+    Arms, initialisations and seeds may be added.
+    """
+    free, changes = set(FREE_FIELDS) - {"steps"}, dict[str, str]()
+    for run in study.runs:
+        if (path := run.folder / "config.json").is_file():
+            old, new = flatten(json.loads(path.read_text())), flatten(run.config.model_dump(mode="json"))
+            for field in sorted(old | new):
+                if old.get(field) != new.get(field) and field.split(".")[0] not in free:
+                    changes.setdefault(f"{field}: {old.get(field)!r} -> {new.get(field)!r}", run.config.name)
+    if changes:
+        problems = [f"{change} (in {name})" for change, name in changes.items()]
+        raise ConfigError([*problems, f"folder: {study.folder} holds runs with the settings above; set name=..."])
+    if (study.folder / STUDY).is_file():
+        known = {run["folder"]: run for arm in read_object(study.folder / STUDY)["arms"] for run in arm["runs"]}
+        for run in study.trainings:
+            if ended := known.get(f"runs/{run.config.name}"):
+                run.status, run.error = ended["status"], ended["error"]
+
+
+def next_action(run: Run) -> Action:
+    """What has to be done with a run to finish the study. Raises ValueError while another process runs it."""
+    complete = is_complete(run)
+    if complete and (run.command == "init" or run.status == "finished"):
+        return "finished"
+    # A run whose own last check failed would not repeat it after a resume. Without config.json, it was killed at its start.
+    if not (run.folder / "config.json").is_file() or (complete and run.status == "failed"):
+        return "start"
+    with RunDir(run.config.run_root, run.config.name) as run_dir:
+        return "resume" if run.command == "init" or latest_checkpoint(run_dir) else "start"
+
+
+def is_complete(run: Run) -> bool:
+    """Whether `cotrain init` has made its drafter, or `cotrain train` its last step."""
+    if run.command == "init":
+        return (run.folder / "init.json").is_file()
+    rows = read_rows(run.folder / "metrics.jsonl")
+    return bool(rows) and rows[-1]["step"] == run.config.steps
+
+
+def execute(run: Run, stopped: Callable[[], bool], experiment: str) -> int:
+    """Run the subprocess to its end, in this experiment of MLflow, and return its exit status.
+
+    Once `stopped` returns true, it has to save and stop. A second Ctrl-C makes it stop at once.
+    """
+    resume = ["--resume", run.config.name] if next_action(run) == "resume" else []
+    if not resume:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    config_file = run.log.with_suffix(".toml")
+    config_file.write_text(to_toml(run.config), encoding="utf-8")
+    with run.log.open("ab") as log:
+        # It gets a session of its own, so that Ctrl-C in the terminal reaches only this process, which passes it on once.
+        process = subprocess.Popen(
+            [*PROGRAM, run.command, str(config_file), *resume],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={EXPERIMENT_VARIABLE: experiment} | os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            preexec_fn=partial(follow_parent, os.getpid()),
+        )
+    try:
+        while process.poll() is None and not stopped():
+            time.sleep(POLL_S)
+        process.send_signal(signal.SIGINT)  # it saves and stops; nothing if it has ended
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+
+
+def last_error(log: Path, status: int) -> str:
+    """What a failed run's log says about why it failed: its last error, else its last line."""
+    if status < 0:
+        killed = signal.Signals(-status).name
+        return f"killed by {killed}" + (" (out of memory?)" if killed == "SIGKILL" else "")
+    text = log.read_text(errors="replace").rstrip()
+    errors = ERROR.findall(text) or text.splitlines() or [f"exit status {status} without output"]
+    return " ".join(errors[-1].removeprefix("cotrain: ").split())

@@ -15,23 +15,23 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from cotrain.config.errors import ConfigError, did_you_mean, validated
-from cotrain.config.load import Table, load_config, merge, parse_config, read_tables, table_of
+from cotrain.config.errors import ConfigError, validated
+from cotrain.config.load import Table, merge, parse_config, read_tables, table_of
 from cotrain.config.schema import NAME, RunConfig, default_run_root
 from cotrain.run.mlflow_store import URI_VARIABLE, sqlite_uri
 from cotrain.run.provenance import flatten
 from drafters.config import Section
 
-NO_INIT = "none"
-
-OF_THE_STUDY = ("name", "run_root", "seed", "steps", "checkpoint", "cluster", "drafter.init", "policy.model")
+OF_THE_STUDY = (
+    "name", "run_root", "seed", "steps", "checkpoint", "cluster", "policy.model", "task", "tracking.uri",
+    "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_prompt_tokens", "rollout.max_new_tokens",
+)  # fmt: skip
 """Fields and sections that neither an arm nor an initialisation may set."""
 
-NOT_OF_ARMS = (
-    *(*OF_THE_STUDY, "init", "task", "tracking", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
-    *("rollout.max_prompt_tokens", "rollout.max_new_tokens"),
-)
-NOT_OF_INITS = (*OF_THE_STUDY, "policy", "stream", "lossless")
+FILES = ("task.path", "init.source.path", "policy.model", "drafter.init")
+"""Fields that may hold a path, which is looked for beside the study file first."""
+
+Status = Literal["finished", "failed", "missing"]
 
 
 class ArmConfig(Section, extra="allow"):
@@ -40,8 +40,7 @@ class ArmConfig(Section, extra="allow"):
     name: str = Field(pattern=r"[A-Za-z0-9]")
     """Name in tables and plots. The names of its run folders are made of its letters and digits."""
     init: str | None = None
-    """First weights of the drafter: a name of [inits], "none" (random), a checkpoint folder (relative to the study
-    file), or a models:/ URI. Default: drafter.init of the shared configuration."""
+    """First weights of the drafter: a name of [inits]. Default: drafter.init of the configuration."""
 
 
 class StudyConfig(Section):
@@ -57,15 +56,8 @@ class StudyConfig(Section):
     """Parent of the study's folder, relative to the working directory. Default: COTRAIN_RUN_ROOT, or runs."""
     inits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Drafters made once by `cotrain init` before the arms: name, and what differs from the shared configuration."""
-    arms: list[dict[str, Any]] = Field(default_factory=list)
+    arms: tuple[ArmConfig, ...] = Field(min_length=1)
     """The arms, in the order of the tables."""
-
-
-DATA_FILES = (".json", ".jsonl", ".parquet")
-FILES = ("task.path", "init.source.path", "policy.model", "drafter.init")
-"""Fields that may hold a path."""
-
-Status = Literal["finished", "failed", "missing"]
 
 
 @dataclass(eq=False)
@@ -73,11 +65,9 @@ class Run:
     """One `cotrain init` or `cotrain train`, and how it ended."""
 
     command: Literal["init", "train"]
-    name: str
-    """Name of its arm, or of the initialisation."""
+    name: str  # of its arm, or of the initialisation
     config: RunConfig
-    needs: "Run | None" = None
-    """The initialisation it starts from."""
+    needs: "Run | None" = None  # the initialisation it starts from
     status: Status = "missing"
     error: str | None = None
 
@@ -98,8 +88,7 @@ class Run:
 @dataclass(frozen=True)
 class Study:
     config: StudyConfig
-    here: Path
-    """Folder of the study file."""
+    here: Path  # folder of the study file
     shared: RunConfig
     runs: list[Run] = field(default_factory=list)
     """In the order in which they run: the initialisations that arms need, then all arms for each seed, so that a study that
@@ -125,29 +114,24 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     config = validated(StudyConfig, reduce(merge, read_tables([path], overrides)))
     if len(set(config.seeds)) < len(config.seeds):
         raise ConfigError([f"seeds: {list(config.seeds)} holds a seed twice"])
-    shared, folder = load_config([here / file for file in config.config]), config.folder / config.name
-    table = shared.model_dump(mode="json")
-    for path, file in _files(here, flatten(table)).items():
-        table = merge(table, table_of(path, file))
-    own: Table = {"run_root": str(folder / "runs")}
-    if not (shared.tracking.uri or os.environ.get(URI_VARIABLE)):  # one store, so that MLflow shows all side by side
-        own["tracking"] = {"uri": sqlite_uri(folder / "mlflow.db")}
-    study = Study(config, here, parse_config(merge(table, own)))
+    table = reduce(merge, read_tables([here / file for file in config.config], ()))
+    if not os.environ.get(URI_VARIABLE):  # one store, so that MLflow shows all side by side
+        table = merge({"tracking": {"uri": sqlite_uri(config.folder / config.name / "mlflow.db")}}, table)
+    table["run_root"] = str(config.folder / config.name / "runs")
+    study = Study(config, here, parse_config(_beside(here, table)))
     inits, arms = dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
-            inits[name] = Run("init", name, _init_config(study, name, fields))
-    for number, fields in enumerate(config.arms, 1):
-        with _collect(problems, f"arm {fields.get('name', number)!r}"):
-            arms.append(_arm(study, validated(ArmConfig, fields), inits, arms))
-    if not arms and not problems:
-        problems.append("arms: the study has none; add [[arms]]")
+            inits[name] = _init(study, name, fields)
+    for arm in config.arms:
+        with _collect(problems, f"arm {arm.name!r}"):
+            arms.append(_arm(study, arm, inits, [other.config.name for other in arms]))
     if problems:
         raise ConfigError(problems)
     study.runs.extend(dict.fromkeys(arm.needs for arm in arms if arm.needs))
-    for seed, arm in itertools.product(config.seeds, arms):
-        own = {"name": f"{arm.config.name}-s{seed}", "seed": seed}
-        study.runs.append(replace(arm, config=arm.config.model_copy(update=own)))
+    for seed, run in itertools.product(config.seeds, arms):
+        own = {"name": f"{run.config.name}-s{seed}", "seed": seed}
+        study.runs.append(replace(run, config=run.config.model_copy(update=own)))
     return study
 
 
@@ -159,79 +143,46 @@ def _collect(problems: list[str], where: str) -> Iterator[None]:
         problems += [f"{where}: {line}" for line in error.problems]
 
 
-def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], others: Sequence[Run]) -> Run:
+def _init(study: Study, name: str, given: Table) -> Run:
+    """An initialisation. Raises ConfigError naming its invalid fields."""
+    own = {"name": name, "run_root": str(study.folder / "inits")}
+    return Run("init", name, parse_config(_with_fields(study, given) | own))
+
+
+def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], slugs: Sequence[str]) -> Run:
     """The run of an arm, before it gets a seed. Raises ConfigError naming what is invalid or clashes with another arm."""
-    config = parse_config(_with_fields(study, given.model_extra or {}, NOT_OF_ARMS))
-    if given.init is not None:
-        if config.drafter is None:
-            raise ConfigError(["init: the arm has no drafter that could start from it; leave it out"])
-        drafter = config.drafter.model_copy(update={"init": _init_source(study, given.init)})
-        config = config.model_copy(update={"drafter": drafter})
-    slug = re.sub(r"[^A-Za-z0-9.]+", "-", given.name).strip("-.")
-    for other in others:
-        if slug == other.config.name:
-            raise ConfigError([f"would share run folders {slug}-s* with {other.name!r}; rename one"])
-        if config == other.config.model_copy(update={"name": config.name}):
-            raise ConfigError([f"is the same as {other.name!r}; change or remove one"])
-    made_by = inits.get(given.init or NO_INIT)
-    if (made := made_by and made_by.config.drafter) and config.drafter and made.model != config.drafter.model:
-        ours, theirs = (model.model_dump(exclude_none=True) for model in (config.drafter.model, made.model))
-        fix = "give both the same drafter.model"
-        raise ConfigError([f"init: inits.{given.init} makes a drafter with {theirs}, the arm has {ours}; {fix}"])
-    return Run("train", given.name, config.model_copy(update={"name": slug}), made_by)
+    fields, slug = flatten(given.model_extra or {}), re.sub(r"[^A-Za-z0-9.]+", "-", given.name).strip("-.")
+    if slug in slugs:
+        raise ConfigError([f"would share run folders {slug}-s* with another arm; rename one"])
+    if given.init is not None and given.init not in study.config.inits:
+        raise ConfigError([f"init: {given.init!r} is not in [inits]; a drafter of elsewhere is named by drafter.init"])
+    if made_by := inits.get(given.init or ""):
+        fields["drafter.init"] = str(made_by.folder / "drafter")
+    config = parse_config(_with_fields(study, fields) | {"name": slug})
+    if made_by and config.drafter and made_by.config.drafter and made_by.config.drafter.model != config.drafter.model:
+        raise ConfigError([f"init: inits.{given.init} makes a drafter with another drafter.model; give both the same"])
+    return Run("train", given.name, config, made_by)
 
 
-def _with_fields(study: Study, given: Table, refused: Sequence[str]) -> Table:
+def _with_fields(study: Study, given: Table) -> Table:
     """The shared configuration with the `given` values of fields. As on a command line, "none" unsets a field.
 
-    A key may be a whole path, as in "init.tokens" = 500. Raises ConfigError naming the fields that `refused` rules out.
+    A key may be a whole path, as in "init.tokens" = 500. Raises ConfigError naming the fields of OF_THE_STUDY among them.
     """
     fields = flatten(given)
-    if fixed := [path for path in fields if any(f"{path}.".startswith(f"{other}.") for other in refused)]:
-        fix = "set it in the shared config, or by name, seeds and an arm's init in the study file"
+    if fixed := [path for path in fields if any(f"{path}.".startswith(f"{other}.") for other in OF_THE_STUDY)]:
+        fix = "set it in the shared config, or by name and seeds in the study file"
         raise ConfigError([f"{path}: must not differ between runs of a study; {fix}" for path in fixed])
     table = study.shared.model_dump(mode="json")
     # A section is merged before its fields, and `type` before the other fields, since a new type resets the section.
     for path in sorted(fields, key=lambda path: (path.count("."), not path.endswith(".type"))):
         table = merge(table, table_of(path, None if fields[path] == "none" else fields[path]))
+    return _beside(study.here, table)
+
+
+def _beside(here: Path, table: Table) -> Table:
+    """The table with those of FILES that are beside the study file; others are names, or relative to the working folder."""
+    for path, value in flatten(table).items():
+        if path in FILES and value and (here / Path(value).expanduser()).exists():
+            table = merge(table, table_of(path, str(here / Path(value).expanduser())))
     return table
-
-
-def _init_source(study: Study, init: str) -> str | None:
-    """The drafter.init that an arm's `init` stands for. Raises ConfigError naming init."""
-    if init == NO_INIT:
-        return None
-    if init in study.config.inits:
-        return str(study.folder / "inits" / init / "drafter")
-    if init.startswith("models:/"):
-        return init
-    if (folder := study.here / Path(init).expanduser()).is_dir():
-        return str(folder)
-    known = [*study.config.inits, NO_INIT]
-    fix = "give one of these names, a checkpoint folder relative to the study file, or models:/NAME@serving"
-    hint = did_you_mean(init, known)
-    raise ConfigError([f"init: {init!r} is none of {', '.join(known)}, and {folder} is no folder; {fix}{hint}"])
-
-
-def _init_config(study: Study, name: str, given: Table) -> RunConfig:
-    """The configuration of an initialisation. Raises ConfigError naming its invalid fields."""
-    if name == NO_INIT:
-        raise ConfigError([f"{NO_INIT!r} means random weights; choose another name"])
-    fields = flatten(given)
-    table = _with_fields(study, fields | _files(study.here, fields), NOT_OF_INITS)
-    return parse_config(table | {"name": name, "run_root": str(study.folder / "inits")})
-
-
-def _files(here: Path, fields: Table) -> Table:
-    """Those of FILES that are there, relative to the study file. Others are names, or relative to the working folder.
-
-    Raises ConfigError naming a field with a data file that is in neither folder.
-    """
-    found: Table = {}
-    for path in FILES:
-        given = Path(fields.get(path) or "").expanduser()
-        if fields.get(path) and (here / given).exists():
-            found[path] = str(here / given)
-        elif given.suffix in DATA_FILES and not given.exists():
-            raise ConfigError([f"{path}: there is no {here / given}; the path is relative to the study file"])
-    return found

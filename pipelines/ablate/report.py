@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +11,8 @@ from typing import Any
 import pandas as pd
 
 from drafters.files import read_object
-from pipelines.page.figures import MOST_LINES
-from pipelines.page.folders import STUDY
-from pipelines.page.page import REPORT, Page, Plot, Section, line_plot, write_page
-from pipelines.page.record import RunRecord, read_run
+from pipelines.page.page import MOST_LINES, REPORT, Section, line_section, write_page
+from pipelines.page.record import STUDY, RunRecord, read_run
 
 NONE = "-"
 LENGTH, SPEED, REWARD = "rollout/acceptance_length", "rollout/tokens_per_s", "policy/reward"
@@ -32,12 +31,9 @@ HOW_TO_READ = (
 class StudyRecord:
     """A study with its finished runs."""
 
-    about: dict[str, Any]
-    """What study.json says: name, number of steps, seeds and arms."""
-    runs: pd.DataFrame
-    """A row for each run: its folder, arm and seed, and "finished" or why it is not."""
-    finished: dict[tuple[str, int], RunRecord]
-    """The finished runs by arm and seed."""
+    about: dict[str, Any]  # what study.json says: name, number of steps, seeds and arms
+    runs: pd.DataFrame  # a row for each run: its folder, arm and seed, and "finished" or why it is not
+    finished: dict[tuple[str, int], RunRecord]  # by arm and seed
 
     @cached_property
     def steps(self) -> pd.DataFrame:
@@ -51,8 +47,8 @@ class StudyRecord:
     def measured(self) -> pd.DataFrame:
         """Means over the last third of the steps, and the speed ratios GAIN and STEP_GAIN, by arm and seed."""
         before = self.about["steps"] - max(1, self.about["steps"] // 3)
-        counted = self.steps[self.steps.index.get_level_values("step") > before]
-        means = counted.groupby(["arm", "seed"], sort=False).mean()
+        late = self.steps[self.steps.index.get_level_values("step") > before]
+        means = late.groupby(["arm", "seed"], sort=False).mean()
         plain = {_compared(run): key for key, run in self.finished.items() if not run.speculates}
         baselines = [plain.get(_compared(self.finished[key]), (NONE, NONE)) for key in means.index]
         speeds = {GAIN: means[SPEED], STEP_GAIN: means[TOKENS] / means[STEP_TIME]}
@@ -65,6 +61,13 @@ class StudyRecord:
         rows = [{path: _text(value) for path, value in settings.items()} for settings in arms.values()]
         table = pd.DataFrame(rows, index=list(arms)).drop(columns=["name", "seed"], errors="ignore")
         return table.loc[:, table.nunique() > 1].reindex([arm["name"] for arm in self.about["arms"]])
+
+    @property
+    def seeds(self) -> pd.Series:
+        """By arm, how many of its runs are finished: "1/2"."""
+        return self.runs.groupby("arm", sort=False)["outcome"].agg(
+            lambda ends: f"{sum(ends == 'finished')}/{len(ends)}"
+        )
 
 
 def _compared(run: RunRecord) -> str:
@@ -85,36 +88,33 @@ def write_study_report(folder: Path) -> Path:
     Raises ValueError when the folder is no study or its study.json is damaged. The page names the runs that failed.
     """
     study = read_study(folder)
-    page = write_page(folder / REPORT / "report.md", study_page(study))
+    page = write_page(
+        folder / REPORT / "report.md", f"{study.about['name']}, a cotrain study", [*study_sections(study)]
+    )
     spreads = study.measured.groupby("arm").agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
-    fields = study.fields.rename_axis("name").assign(seeds=comparison(study)["seeds"].to_numpy())
-    fields.join(spreads).to_csv(page.with_name("table.csv"))
+    study.fields.assign(seeds=study.seeds).join(spreads).rename_axis("name").to_csv(page.with_name("table.csv"))
     return page
 
 
 def read_study(folder: Path) -> StudyRecord:
     """Read a study's folder. Raises ValueError naming study.json; a finished run that cannot be read is noted in `runs`."""
-    about, runs, finished = read_object(folder / STUDY), [], {}
-    for arm in about["arms"]:
-        for run in arm["runs"]:
-            outcome = run["error"] or run["status"]
-            if run["status"] == "finished":
-                try:
-                    finished[arm["name"], run["seed"]] = read_run(folder / run["folder"])
-                except ValueError as error:
-                    outcome = f"finished, but {error}"
-            runs.append((run["folder"], arm["name"], run["seed"], outcome))
-    return StudyRecord(about, pd.DataFrame(runs, columns=["run", "arm", "seed", "outcome"]), finished)
+    about, finished = read_object(folder / STUDY), {}
+    runs = [{"run": run["folder"], "arm": arm["name"]} | run for arm in about["arms"] for run in arm["runs"]]
+    for run in runs:
+        run["outcome"] = run["error"] or run["status"]
+        if run["status"] == "finished":
+            try:
+                finished[run["arm"], run["seed"]] = read_run(folder / run["run"])
+            except ValueError as error:
+                run["outcome"] = f"finished, but {error}"
+    return StudyRecord(about, pd.DataFrame(runs)[["run", "arm", "seed", "outcome"]], finished)
 
 
 def comparison(study: StudyRecord) -> pd.DataFrame:
     """A row of text for each arm: the fields in which arms differ, and what it measured."""
-    table = study.fields.copy()
-    for name, column in COMPARED.items():
-        table[name] = study.measured[column].groupby("arm").agg(_spread)
-    finished = study.measured.groupby("arm").size().reindex(table.index, fill_value=0)
-    table["seeds"] = finished.astype(str) + f"/{len(study.about['seeds'])}"
+    spreads = {name: study.measured[column].groupby("arm").agg(_spread) for name, column in COMPARED.items()}
+    table = study.fields.assign(**spreads, seeds=study.seeds)
     return table.fillna(NONE).rename_axis("arm").reset_index()
 
 
@@ -126,31 +126,20 @@ def _spread(values: pd.Series) -> str:
     return f"{values.mean():.2f}" + (f" ({low}..{high})" if low != high else "")
 
 
-def study_page(study: StudyRecord) -> Page:
+def study_sections(study: StudyRecord) -> Iterator[Section]:
     """The page of a study; runs may be unfinished. A figure holds as many arms as can be told apart."""
-    about, runs, drafting = study.about, study.runs, study.measured[LENGTH].dropna().index.unique("arm")
-    missing = int((runs["outcome"] != "finished").sum())
-    subtitle = f"arms: {len(about['arms'])}, seeds: {len(about['seeds'])}, steps of each run: {about['steps']}"
-    warning = f"**{missing} of {len(runs)} runs failed or are missing; they are in no number.**" if missing else ""
+    about, missing = study.about, int((study.runs["outcome"] != "finished").sum())
+    if missing:
+        yield Section("", f"**{missing} of {len(study.runs)} runs failed or are missing; they are in no number.**")
+    yield Section("", f"arms: {len(about['arms'])}, seeds: {len(about['seeds'])}, steps of each run: {about['steps']}")
+    yield Section("Comparison", HOW_TO_READ, comparison(study))
+    drafting = study.measured[LENGTH].dropna().index.unique("arm")
     spreads = study.steps[LENGTH].groupby(["arm", "step"]).agg(["mean", "min", "max"])
-    plots = [
-        _acceptance_plot(spreads, drafting[first : first + MOST_LINES], 1 + first // MOST_LINES)
-        for first in range(0, len(drafting), MOST_LINES)
-    ]
-    sections = [
-        Section("Comparison", HOW_TO_READ, comparison(study)),
-        Section("Acceptance", plots=plots),
-        Section("Runs", table=runs),
-    ]
-    return Page(f"{about['name']}, a cotrain study", [warning, subtitle], sections)
-
-
-def _acceptance_plot(spreads: pd.DataFrame, arms: pd.Index, number: int) -> Plot:
-    """Acceptance of these arms over the steps. spreads: mean, min and max over seeds, by arm and step."""
-    of_arm = {name: spreads.loc[name] for name in arms}
-    return line_plot(
-        f"acceptance_length_{number}", "Acceptance length",
-        {name: spread["mean"] for name, spread in of_arm.items()}, "acceptance length",
-        "Tokens a verification step emits: mean over seeds, and a band from the lowest seed to the highest.",
-        bands={name: (spread["min"], spread["max"]) for name, spread in of_arm.items()}, floor="1: no gain",
-    )  # fmt: skip
+    text = "Tokens a verification step emits: mean over seeds, and a band from the lowest seed to the highest."
+    for first in range(0, len(drafting), MOST_LINES):
+        arms = {name: spreads.loc[name] for name in drafting[first : first + MOST_LINES]}
+        means = {name: spread["mean"] for name, spread in arms.items()}
+        bands = {name: (spread["min"], spread["max"]) for name, spread in arms.items()}
+        title = f"Acceptance length {1 + first // MOST_LINES}"
+        yield line_section(title, "acceptance length", text, means, bands=bands, floor="1: no gain")
+    yield Section("Runs", table=study.runs)

@@ -8,10 +8,10 @@ import argparse
 import asyncio
 import os
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from pathlib import Path
 
@@ -22,14 +22,8 @@ from cotrain.records import RolloutRequest
 from cotrain.run.console import duration
 from cotrain.run.provenance import machine
 from pipelines import engines
-from pipelines.bench.report import ADAPTIVE, METHODS, NO_SPECULATION, Arm, Turn, write_results
+from pipelines.bench.report import METHODS, NO_SPECULATION, Arm, Turn, write_results
 from pipelines.engines import at_least
-
-DRAFTED = {"greedy": "greedy"} | dict.fromkeys(("probabilistic", "mixed", ADAPTIVE, "adaptive-mixed"), "probabilistic")
-"""How the drafter's tokens are sampled, by method. Probabilistic drafts are greedy ones at temperature 0."""
-
-FROM_HISTORY = ("suffix", "mixed", f"{ADAPTIVE}-suffix", f"{ADAPTIVE}-mixed")
-"""Methods, and the engines named after them, that draft from what they generated in earlier rounds, with or without drafter."""
 
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 GPU_SHARE = 0.9
@@ -63,24 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--k", type=at_least(1), nargs="+", default=[1, 2, 3], help="draft lengths (default 1 2 3)")
     parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 4, 16], help="batch sizes (default 1 4 16)")
-    parser.add_argument("--stop-at-eos", action="store_true", help="the model ends responses, after --tokens at most")
+    ends = parser.add_mutually_exclusive_group()
+    ends.add_argument("--stop-at-eos", action="store_true", help="the model ends responses, after --tokens at most")
     text = "the responses of a batch end one after another, the last after --tokens, alike in all arms"
-    parser.add_argument("--drain", action="store_true", help=text)
+    ends.add_argument("--drain", action="store_true", help=text)
     parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds over all arms (default %(default)s)")
     text = "batches of each arm in a round, taken in turns (default %(default)s)"
     parser.add_argument("--groups", type=at_least(1), default=1, help=text)
-    parser.add_argument(
-        "--same-prompts", action="store_true", help="every round has the prompts of the first, as a run's epochs have"
-    )
+    text = "every round has the prompts of the first, as a run's epochs have"
+    parser.add_argument("--same-prompts", action="store_true", help=text)
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        help="default: all that are possible, except suffix (drafts from earlier rounds), mixed (from these and the drafter), "
-        "and adaptive, adaptive-suffix and adaptive-mixed (choose draft lengths up to the largest --k for the drafter, suffix "
-        "and mixed); none is always measured",
+    text = (
+        "default: greedy and probabilistic with --drafter, else suffix (drafts from earlier rounds). mixed drafts from both, and "
+        "adaptive, adaptive-suffix and adaptive-mixed choose draft lengths up to the largest --k; none is always measured"
     )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help=text)
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
 
 
@@ -106,24 +97,15 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
         raise ValueError("--model: give a folder, a hub id, or bundled:smollm2-135m-instruct")
     if options.temperature < 0:
         raise ValueError(f"--temperature: {options.temperature} is below 0")
-    if options.drain and options.stop_at_eos:
-        raise ValueError("--drain: gives every response its length, --stop-at-eos lets the model end it; leave one out")
     arms = choose_arms(options.methods, sorted(set(options.k)), options.drafter is not None, options.temperature)
     task = load_config([options.prompts]).task if options.prompts else engines.DEFAULT_TASK
     batch = max(options.batch)
     share = GPU_SHARE / len({arm.engine for arm in arms})
-    setup = engines.prepare_engine(
-        options,
-        task,
-        batch * options.rounds * options.groups,
-        batch,
-        pulled,
-        temperature=options.temperature,
-        ignore_eos=not options.stop_at_eos,
-        num_speculative_tokens=max(options.k),
-        synchronous_batches=True,
-        vllm={"gpu_memory_utilization": share} if machine()["gpus"] else {},
-    )
+    rollout = {"temperature": options.temperature, "ignore_eos": not options.stop_at_eos, "synchronous_batches": True}
+    rollout |= {"num_speculative_tokens": max(options.k)}
+    rollout |= {"vllm": {"gpu_memory_utilization": share}} if machine()["gpus"] else {}
+    num_prompts = batch * options.rounds * options.groups
+    setup = engines.prepare_engine(options, task, num_prompts, batch, pulled, **rollout)
     return Bench(options, arms, setup)
 
 
@@ -132,14 +114,13 @@ def choose_arms(
 ) -> list[Arm]:
     """No speculation, then each method at each draft length (adaptive: the largest). Raises ValueError if one cannot run."""
     if methods is None:
-        methods = [m for m in METHODS if (has_drafter or m not in DRAFTED) and m not in (*FROM_HISTORY, ADAPTIVE)]
-        methods = [m for m in methods if temperature > 0 or m != "probabilistic"]
-    without_drafter = [m for m in methods if m in DRAFTED and not has_drafter]
+        methods = ["suffix"] if not has_drafter else ["greedy", "probabilistic"] if temperature > 0 else ["greedy"]
+    arms = [Arm(method, k) for method in METHODS[1:] if method in methods for k in draft_lengths]
+    without_drafter = dict.fromkeys(arm.method for arm in arms if arm.uses_drafter and not has_drafter)
     if without_drafter:
         raise ValueError(f"--methods: {' and '.join(without_drafter)} need a drafter; give --drafter")
     if "probabilistic" in methods and temperature == 0:
         raise ValueError("--methods: probabilistic drafts are greedy ones at --temperature 0; use greedy")
-    arms = [Arm(m, k) for m in METHODS[1:] if m in methods for k in draft_lengths]
     return [NO_SPECULATION, *(a for a in arms if not a.adapts or a.num_speculative_tokens == max(draft_lengths))]
 
 
@@ -148,21 +129,21 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
     running: dict[str, RolloutEngine] = {}
     stock = replace(bench.setup, drafter=None, drafter_folder=None)
     async with AsyncExitStack() as stack:
-        for name in dict.fromkeys(arm.engine for arm in bench.arms):
+        for name, arm in {arm.engine: arm for arm in bench.arms}.items():
             say(f"starting an engine: {name}")
-            setup = bench.setup if name == "drafter" or name in DRAFTED else stock
-            setup = setup.with_history() if name in FROM_HISTORY else setup
-            start = engines.one_engine(setup, bench.options.seed, bench.options.threads, ngram=name == "ngram")
+            setup = bench.setup if arm.uses_drafter else stock
+            setup = setup.with_history() if arm.uses_history else setup
+            start = engines.one_engine(setup, bench.options.seed, bench.options.threads)
             running[name] = await stack.enter_async_context(start)
-        adaptive = {arm.method: running[arm.engine] for arm in bench.arms if arm.adapts}
-        for method, engine in adaptive.items():
-            if method in DRAFTED:
-                await engine.set_draft_sample_method(DRAFTED[method])
-            say(f"{method}: {len(await engine.time_draft_lengths(bench.setup.prompts))} timings of draft lengths")
+        adaptive = {arm: running[arm.engine] for arm in bench.arms if arm.adapts}
+        for arm, engine in adaptive.items():
+            if arm.uses_drafter:
+                await engine.set_draft_sample_method(arm.draft_sample_method)
+            say(f"{arm.method}: {len(await engine.time_draft_lengths(bench.setup.prompts))} timings of draft lengths")
         turns = await take_turns(bench, running, say)
         for engine in adaptive.values():
             await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
-        return turns, [f"{m}, at the end: {await engine.describe_speculation()}" for m, engine in adaptive.items()]
+        return turns, [f"{a.method}, at the end: {await e.describe_speculation()}" for a, e in adaptive.items()]
 
 
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
@@ -171,57 +152,47 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
     The arms take turns with every batch, because a busy neighbour slows a shared machine for seconds to minutes. Raises
     ValueError when an arm has no token to decode in a round.
     """
-    turns: list[Turn] = []
     rounds, groups, batches = bench.options.rounds, bench.options.groups, sorted(set(bench.options.batch))
-    seconds, passes = (
-        defaultdict[int, float](float),
-        Counter[int](),
-    )  # by batch size, of a batch that every arm runs once
     say(f"warm-up, then {rounds} rounds of {groups} x {len(batches)} batches, each by {len(bench.arms)} arms")
-    for round_ in range(-1, rounds):  # round -1 warms up: kernels, allocator and caches of every batch size
-        for name in FROM_HISTORY:
-            if round_ == 0 and name in running:
-                await running[name].on_workers(EngineWorker.forget_history)
-        for batch in batches:
-            of_round: list[Turn] = []
-            began = time.monotonic()
-            for group in range(groups if round_ >= 0 else 1):
-                shift = (max(round_, 0) * groups + group) % len(bench.arms)
-                for arm in bench.arms[shift:] + bench.arms[:shift]:
-                    of_round.append(await _measure(running[arm.engine], bench, arm, batch, max(round_, 0), group))
-            if round_ >= 0:
-                turns += of_round
-                if {turn.arm for turn in of_round if turn.num_tokens} != {turn.arm for turn in of_round}:
-                    raise ValueError("--groups: every response of a round ended with its first token; give more")
-            seconds[batch] += time.monotonic() - began
-            passes[batch] += groups if round_ >= 0 else 1
-            left = sum(seconds[size] / passes[size] * (1 + rounds * groups - passes[size]) for size in seconds)
-            text = f"about {duration(left, 0)} left" if len(seconds) == len(batches) else "done"
-            say(f"{f'round {round_ + 1}/{rounds}' if round_ >= 0 else 'warm-up'}, batch size {batch}: {text}")
+    for batch, arm in product(batches, bench.arms):  # kernels, allocator and caches of every batch size
+        await _measure(running[arm.engine], bench, arm, batch, 0, 0)
+    for name in {arm.engine for arm in bench.arms if arm.uses_history}:
+        await running[name].on_workers(EngineWorker.forget_history)
+    turns, began = list[Turn](), time.monotonic()
+    for round_, batch in product(range(rounds), batches):
+        of_round: list[Turn] = []
+        for group in range(groups):
+            shift = (round_ * groups + group) % len(bench.arms)
+            for arm in bench.arms[shift:] + bench.arms[:shift]:
+                of_round.append(await _measure(running[arm.engine], bench, arm, batch, round_, group))
+        if {turn.arm for turn in of_round if turn.num_tokens} != {turn.arm for turn in of_round}:
+            raise ValueError("--groups: every response of a round ended with its first token; give more")
+        turns += of_round
+        if batch == batches[-1]:  # batch sizes differ in their times, rounds do not
+            left = (time.monotonic() - began) / (round_ + 1) * (rounds - round_ - 1)
+            say(f"round {round_ + 1}/{rounds}: about {duration(left, 0)} left")
     return turns
 
 
 async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, round_: int, group: int) -> Turn:
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.adapts else arm.num_speculative_tokens)
-    if arm.method in DRAFTED:
-        await engine.set_draft_sample_method(DRAFTED[arm.method])
+    if arm.uses_drafter:
+        await engine.set_draft_sample_method(arm.draft_sample_method)
     await engine.reset_prefix_cache()
     await engine.take_window()
-    take_report = EngineWorker.take_history_report
-    if arm.method in FROM_HISTORY:
-        await engine.on_workers(take_report)
+    if arm.uses_history:
+        await engine.on_workers(EngineWorker.take_history_report)
     generated = await engine.generate(bench.requests(batch, round_, group), tap=False)
-    num_tokens = generated.num_generated_tokens - batch
-    timed_tokens, seconds = num_tokens, engine.decode_seconds
+    timed_tokens = num_tokens = generated.num_generated_tokens - batch
+    seconds = engine.decode_seconds
     equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
     steps = [s for s in (await engine.take_window()).steps if s.batch == batch and s.kind != "prompts"]
     if equal_lengths and steps:
         timed_tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
-    reported = await engine.on_workers(take_report) if arm.method in FROM_HISTORY else {"counts": {}}
-    counts = generated.speculation
-    num_drafts = counts.num_drafts if counts else 0
-    accepted = counts.accepted_per_position[: arm.num_speculative_tokens] if counts else ()
-    return Turn(
-        str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, by_proposer=reported["counts"]
-    )
+    counts, drafted = generated.speculation, {}
+    if arm.uses_history:
+        drafted = (await engine.on_workers(EngineWorker.take_history_report))["counts"]
+    num_drafts, accepted = (counts.num_drafts, counts.accepted_per_position) if counts else (0, ())
+    accepted = accepted[: arm.num_speculative_tokens]
+    return Turn(str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, drafted)

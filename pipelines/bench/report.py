@@ -9,12 +9,10 @@ import pandas as pd
 
 from drafters.files import write_json
 from pipelines.engines import headline
-from pipelines.page.page import Page, Section, write_page
+from pipelines.page.page import Section, write_page
 
 ADAPTIVE = "adaptive"
-METHODS = ("none", "ngram", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE, "adaptive-suffix", "adaptive-mixed")
-OF_ONE_ENGINE = {"none": "stock", "greedy": "drafter", "probabilistic": "drafter", ADAPTIVE: "drafter"}
-"""Engine by method. Every other method has an engine of its own, because it may draft from what that engine generated."""
+METHODS = ("none", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE, "adaptive-suffix", "adaptive-mixed")
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,28 @@ class Arm:
     """Draft tokens per verification step; the maximum for an adaptive arm."""
 
     @property
-    def engine(self) -> str:
-        return OF_ONE_ENGINE.get(self.method, self.method)
-
-    @property
     def adapts(self) -> bool:
         """The engine chooses the draft length."""
         return self.method.startswith(ADAPTIVE)
+
+    @property
+    def uses_history(self) -> bool:
+        """The engine drafts from what it generated in earlier rounds, with or without drafter."""
+        return self.method.endswith(("suffix", "mixed"))
+
+    @property
+    def uses_drafter(self) -> bool:
+        return self.method != "none" and not self.method.endswith("suffix")
+
+    @property
+    def engine(self) -> str:
+        """Name of its engine. An arm with history shares it with no other, else it would draft from what others generated."""
+        return self.method if self.uses_history else "drafter" if self.uses_drafter else "stock"
+
+    @property
+    def draft_sample_method(self) -> str:
+        """How the drafter's tokens are sampled. Probabilistic drafts are greedy ones at temperature 0."""
+        return "greedy" if self.method == "greedy" else "probabilistic"
 
     def __str__(self) -> str:
         if self.method == "none":
@@ -62,7 +75,7 @@ class Turn:
 
     @property
     def num_steps(self) -> int:
-        """Decoding steps summed over requests. A step without draft tokens (n-gram) counts too, and emits one token."""
+        """Decoding steps summed over requests. A step without draft tokens counts too, and emits one token."""
         return max(self.num_drafts, self.num_tokens - sum(self.accepted_per_position))
 
 
@@ -72,47 +85,34 @@ def results(turns: list[Turn]) -> pd.DataFrame:
     Ratios are to no speculation in the same round: geometric mean, its standard error from the scatter over rounds (NaN
     with a single round), smallest and largest.
     """
-    timed = (
-        pd.DataFrame(asdict(turn) for turn in turns)
-        .groupby(["batch", "arm", "round"])[["timed_tokens", "seconds"]]
-        .sum()
-    )
-    speeds, rows = timed["timed_tokens"] / timed["seconds"], {}
-    for batch, arm in sorted(dict.fromkeys((turn.batch, turn.arm) for turn in turns), key=lambda pair: pair[0]):
-        own = [turn for turn in turns if (turn.batch, turn.arm) == (batch, arm)]
-        ratios = speeds[batch, arm] / speeds[batch, str(NO_SPECULATION)]
+    table = pd.DataFrame([asdict(turn) | {"num_steps": turn.num_steps} for turn in turns])
+    timed = table.groupby(["batch", "arm", "round"])[["timed_tokens", "seconds"]].sum()
+    speeds = (timed["timed_tokens"] / timed["seconds"]).unstack("round")
+    rows = {}
+    for (batch, arm), own in table.sort_values("batch", kind="stable").groupby(["batch", "arm"], sort=False):
+        ratios = speeds.loc[(batch, arm)] / speeds.loc[(batch, str(NO_SPECULATION))]
+        accepted = pd.DataFrame([counts for counts in own["accepted_per_position"] if counts]).sum()
         mean = np.exp(np.log(ratios).mean())
-        drafts = sum(turn.num_drafts for turn in own)
-        accepted = [sum(c) for c in zip(*(turn.accepted_per_position for turn in own if turn.num_drafts), strict=True)]
         rows[f"batch {batch}, {arm}"] = {
-            "tokens_per_second": speeds[batch, arm].median(),
-            "mean": mean,
-            "error": mean * np.log(ratios).sem(),
+            "tokens/s": speeds.loc[(batch, arm)].median(),
+            "ratio": mean,
+            "+-": mean * np.log(ratios).sem(),
             "min": ratios.min(),
             "max": ratios.max(),
-            "acceptance_length": 1 + sum(accepted) / sum(turn.num_steps for turn in own),
-            "accepted": [count / drafts for count in accepted],
-            "proposers": ", ".join(_of_proposer(own, name) for name in ("history", "drafter")).strip(", "),
+            "acceptance length": 1 + accepted.sum() / own["num_steps"].sum(),
+            "accepted at 1, 2, ...": (accepted / own["num_drafts"].sum()).round(3).tolist(),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _of_proposer(turns: list[Turn], name: str) -> str:
-    """How many of one proposer's draft tokens were accepted, as text; empty if it drafted none."""
-    drafted, accepted = (
-        sum(t.by_proposer.get(f"{name}/{what}_tokens", 0) for t in turns) for what in ("drafted", "accepted")
-    )
-    return f"{name} {accepted:.0f} of {drafted:.0f}" if drafted else ""
-
-
 def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> Path:
     """Write bench.json and the page bench.md; returns the page."""
-    found = results(turns)
-    arms = found.astype(object).where(found.notna(), None).rename_axis("name").reset_index().to_dict("records")
+    table = results(turns).rename_axis("arm").reset_index()
+    arms = table.astype(object).where(table.notna(), None).to_dict("records")
     write_json(out / "bench.json", about | {"arms": arms, "turns": [asdict(turn) for turn in turns]})
     options = about["options"]
     each = "at most " if options["stop_at_eos"] or options["drain"] else ""
-    paragraphs = [
+    head = [
         headline(about) + f", load before the start {about['load']}",
         f"Temperature {options['temperature']:g}, {each}{options['tokens']} tokens a response, {options['rounds']} rounds of "
         f"{options['groups']} batches.",
@@ -123,20 +123,5 @@ def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> Path:
         "no speculation in the same round, geometric mean with its standard error by the scatter of the rounds, and range. "
         "acceptance length: tokens per verification step. accepted: share of drafts whose position was accepted."
     )
-    return write_page(out / "bench.md", Page("Speed", paragraphs, [Section("Arms", text, arms_table(found))]))
-
-
-def arms_table(found: pd.DataFrame) -> pd.DataFrame:
-    """The table of bench.md, as text."""
-    errors = found["error"].map(" +- {:.3f}".format).replace(" +- nan", "")
-    table = pd.DataFrame(
-        {
-            "arm": found.index,
-            "tokens/s": found["tokens_per_second"].map("{:.1f}".format),
-            "ratio": found["mean"].map("{:.3f}".format) + errors,
-            "min..max": found["min"].map("{:.2f}".format) + found["max"].map("..{:.2f}".format),
-            "acceptance length": found["acceptance_length"].map("{:.2f}".format),
-            "accepted at 1, 2, ...": found["accepted"].map(lambda rates: " ".join(f"{rate:.2f}" for rate in rates)),
-        }
-    )
-    return table.assign(**{"accepted of drafted tokens": found["proposers"]}) if found["proposers"].any() else table
+    sections = [*(Section("", line) for line in head), Section("Arms", text, table.round(3).fillna("-"))]
+    return write_page(out / "bench.md", "Speed", sections)

@@ -11,7 +11,7 @@ from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
 from drafters.files import CONFIG, weight_files, write_json
 from drafters.files import read_config as read_model_config
-from pipelines.page.folders import find
+from pipelines.page.record import find
 from pipelines.plan import serve_command
 
 DESCRIPTION = """\

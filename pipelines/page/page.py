@@ -1,8 +1,10 @@
-"""A page: an HTML file for a browser and the same in Markdown for a terminal or an editor, with its figures as PNGs beside them.
+"""A page: sections of text, tables and figures, as Markdown for a terminal, as HTML for a browser, and a PNG for each figure.
 
-The reports of runs and studies, and the results of `cotrain bench` and `cotrain verify`, are all written here.
+The reports of runs and studies, and the results of `cotrain bench` and `cotrain verify`, are all written here. Figures can be read
+without colour: lines differ in dash and marker.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from cycler import cycler
 from markdown_it import MarkdownIt
+from matplotlib import color_sequences, rc_context
 from matplotlib.figure import Figure
-
-from pipelines.page.figures import line_figure
+from matplotlib.ticker import MaxNLocator
 
 HTML = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
@@ -30,73 +33,103 @@ th,td{{padding:.4rem .7rem .4rem 0;text-align:left;vertical-align:top;border-bot
 REPORT = "report"
 """Folder of a report inside that of its run or study."""
 
-
-@dataclass(frozen=True)
-class Plot:
-    name: str
-    """Name of its PNG."""
-    title: str
-    figure: Figure | None
-    """None when nothing of it was measured."""
-    text: str
-    """How to read the figure."""
-    numbers: str = ""
-    """Its numbers in short, for a reader who sees no figures."""
+MARKERS = ("o", "s", "D", "v", "P", "X", "<")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1)), (0, (1, 3)))
+MOST_LINES = len(MARKERS)
+"""Maximum number of lines that can be told apart in one figure."""
+STYLE: dict[Any, Any] = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#d9dee5", "legend.frameon": False, "legend.handlelength": 3.4,
+    "axes.prop_cycle": cycler(color=color_sequences["Dark2"][:7]) + cycler(linestyle=DASHES) + cycler(marker=MARKERS),
+}  # fmt: skip
+WIDTH = 4.6
+"""Inches. At this width, text of 10 points can still be read when a phone shrinks the figure."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with a text, a table and figures below."""
+    """A heading with a text, a table and a figure below. Without a title it belongs to the head of the page."""
 
     title: str
     text: str = ""
     table: pd.DataFrame | None = None
-    plots: Sequence[Plot] = ()
+    figure: Figure | None = None
+    numbers: str = ""  # of the figure in short, for a reader who sees no figures
+
+    @property
+    def image(self) -> str:
+        """Name of the figure's PNG, which is the title up to a comma."""
+        return re.sub(r"\W+", "_", self.title.partition(",")[0].lower()) + ".png"
 
 
-@dataclass(frozen=True)
-class Page:
-    title: str
-    paragraphs: Sequence[str]
-    """Below the title; empty ones are left out."""
-    sections: Sequence[Section]
-
-
-def line_plot(name: str, title: str, lines: Mapping[str, pd.Series], ylabel: str, text: str, **options: Any) -> Plot:
-    """A plot of those lines that were measured. `options` are those of `line_figure`."""
-    measured = {label: values for label, values in lines.items() if values.notna().any()}
+def line_section(title: str, ylabel: str, text: str, lines: Mapping[str, pd.Series], **options: Any) -> Section:
+    """A figure of those lines that were measured, with a text that says how to read it. `options` are those of `line_figure`."""
+    measured = {label: values.dropna() for label, values in lines.items() if values.notna().any()}
     if not measured:
-        return Plot(name, title, None, "Not measured.")
-    described = (
-        f"{label}: {values.dropna().iloc[0]:.2f} first, {values.dropna().iloc[-1]:.2f} last, "
-        f"{values.min():.2f} to {values.max():.2f}"
-        for label, values in measured.items()
+        return Section(title, "Not measured.")
+    numbers = (
+        f"{label}: {v.iloc[0]:.2f} first, {v.iloc[-1]:.2f} last, {v.min():.2f} to {v.max():.2f}"
+        for label, v in measured.items()
     )
-    return Plot(name, title, line_figure(measured, ylabel, **options), text, "; ".join(described))
+    figure = line_figure({label: lines[label] for label in measured}, ylabel, **options)
+    return Section(title, text, figure=figure, numbers="; ".join(numbers))
 
 
-def write_page(file: Path, page: Page) -> Path:
-    """Write the page as a Markdown file, as HTML beside it, and a PNG of each figure. PNGs of an earlier page are removed.
+def line_figure(
+    lines: Mapping[str, pd.Series],
+    ylabel: str,
+    xlabel: str = "step",
+    bands: Mapping[str, tuple[pd.Series, pd.Series]] | None = None,
+    marks: Mapping[str, Sequence[int]] | None = None,
+    floor: str | None = None,
+) -> Figure:
+    """A line for each label over its index, with gaps where it is NaN.
+
+    bands: lowest and highest values around the line of this label. marks: by label, where the first line gets the mark.
+    floor: label of a dotted line at 1, if there is to be one.
+    """
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.8 + 0.2 * len(lines)), layout="constrained")
+        axes = figure.subplots()
+        for label, values in lines.items():
+            [line] = axes.plot(values.index, values, label=label, linewidth=1.8, markersize=3.5)
+            if bands:
+                axes.fill_between(values.index, *bands[label], color=line.get_color(), alpha=0.16, linewidth=0)
+        first = next(iter(lines.values()))
+        for (label, steps), marker in zip((marks or {}).items(), "^x|", strict=False):
+            if (points := first.reindex(steps).dropna()).size:
+                axes.plot(points.index, points, marker, label=label, color="black", markersize=8, zorder=3)
+        if floor is not None:
+            axes.axhline(1, color="gray", linewidth=1, linestyle=(0, (2, 3)), label=floor)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            columns = 2 if max(map(len, labels)) <= 20 else 1
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    return figure
+
+
+def write_page(file: Path, title: str, sections: Sequence[Section]) -> Path:
+    """Write a page as a Markdown file, as HTML beside it, and a PNG of each figure. PNGs of an earlier page are removed.
 
     Returns the Markdown file.
     """
     file.parent.mkdir(exist_ok=True)
     for old in file.parent.glob("*.png"):
         old.unlink()
-    parts = [f"# {page.title}", *page.paragraphs]
-    for section in page.sections:
-        parts += [f"## {section.title}", section.text]
+    parts = [f"# {title}"]
+    for section in sections:
+        parts += [section.title and f"## {section.title}", section.text]
         if section.table is not None:
             parts.append(markdown_table(section.table))
-        for plot in section.plots:
-            if plot.figure is not None:
-                plot.figure.savefig(file.with_name(f"{plot.name}.png"), dpi=160, facecolor="white")
-            image = f"![{plot.numbers}]({plot.name}.png)" if plot.figure else ""
-            parts += [f"### {plot.title}", image, plot.text]
+        if section.figure is not None:
+            section.figure.savefig(file.with_name(section.image), dpi=160)
+            parts.append(f"![{section.numbers}]({section.image})")
     text = "\n\n".join(filter(None, parts)) + "\n"
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     file.write_text(text, encoding="utf-8")
-    file.with_suffix(".html").write_text(HTML.format(title=escape(page.title), body=body), encoding="utf-8")
+    file.with_suffix(".html").write_text(HTML.format(title=escape(title), body=body), encoding="utf-8")
     return file
 
 

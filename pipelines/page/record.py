@@ -1,4 +1,4 @@
-"""What a report reads: config.json, metrics.jsonl, decisions.jsonl and provenance.json of a run."""
+"""The folder of a run or study by its name, and what a report reads of a run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,16 +6,16 @@ from typing import Any
 
 import pandas as pd
 
+from cotrain.config.errors import did_you_mean
+from cotrain.config.schema import default_run_root
 from cotrain.run.provenance import flatten
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import FAILURE
 from drafters.files import read_object
 
-SIDECAR_FIELDS = {
-    "model": "policy.model",
-    "num_speculative_tokens": "rollout.num_speculative_tokens",
-    "draft_sample_method": "rollout.draft_sample_method",
-}
+CONFIG, STUDY = "config.json", "study.json"
+OF_ENGINES = ("num_speculative_tokens", "draft_sample_method")
+SIDECAR_FIELDS = {"model": "policy.model"} | {name: f"rollout.{name}" for name in OF_ENGINES}
 """Fields of a sidecar's configuration that describe the host's engines, and what a run calls the same fields."""
 
 
@@ -27,14 +27,9 @@ class RunRecord:
     """config.json flattened to {"policy.model": ...}, unchecked, so that runs of other versions can be reported too."""
     metrics: pd.DataFrame
     """A row for each step, a column for each metric, NaN where it was not measured. The index is the step."""
-    attempts: list[dict[str, Any]]
-    """Starts and resumes; empty when provenance.json is missing."""
-    decisions: list[dict[str, Any]]
-    """Events of the drafter, see cotrain/run/rows.py."""
-    stream: list[dict[str, Any]]
-    """Events of groups and learners, see cotrain/loop/producer.py."""
-    failure: str | None = None
-    """Why the last attempt failed; None if it did not, or was killed."""
+    decisions: list[dict[str, Any]]  # events of the drafter, see cotrain/run/rows.py
+    stream: list[dict[str, Any]]  # events of groups and learners, see cotrain/loop/producer.py
+    failure: str | None = None  # why the last attempt failed; None if it did not, or was killed
 
     @property
     def warning(self) -> str:
@@ -62,7 +57,7 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run's folder. Raises ValueError naming the file that is missing, empty or damaged, and what to do."""
-    settings, metrics = flatten(read_object(folder / "config.json")), folder / "metrics.jsonl"
+    settings, metrics = flatten(read_object(folder / CONFIG)), folder / "metrics.jsonl"
     settings |= {alike: settings[name] for name, alike in SIDECAR_FIELDS.items() if name in settings}
     try:
         rows = read_rows(metrics)
@@ -70,23 +65,21 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{metrics}: a line is not valid JSON ({error}); remove that line") from None
     if not rows:
         raise ValueError(f"{metrics}: no metrics yet; a report needs one finished step")
-    provenance = folder / "provenance.json"
-    attempts = read_object(provenance)["attempts"] if provenance.is_file() else []
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
-    decisions, stream = (read_rows(folder / file) for file in ("decisions.jsonl", "stream.jsonl"))
     failure = folder / "logs" / "latest" / FAILURE
-    return RunRecord(settings, table, attempts, decisions, stream, failure.read_text() if failure.is_file() else None)
+    reason = failure.read_text() if failure.is_file() else None
+    decisions, stream = (read_rows(folder / file) for file in ("decisions.jsonl", "stream.jsonl"))
+    return RunRecord(settings, table, decisions, stream, reason)
 
 
-MARKED = {
-    "published": "new drafter after this step",
-    "kept back": "candidate kept back",
-    "rolled back": "rolled back after this step",
-}
-"""Decisions that figures mark, and what they say about the step."""
-
-
-def drafter_marks(run: RunRecord) -> dict[str, pd.Series]:
-    """What was decided about the drafter, by label: true in the steps where it was."""
-    steps = {kind: [row["step"] for row in run.decisions if row["kind"] == kind] for kind in MARKED}
-    return {label: pd.Series(run.metrics.index.isin(steps[kind]), run.metrics.index) for kind, label in MARKED.items()}
+def find(name: str) -> Path:
+    """The folder of a run or study, by path or by name in the run root. Raises ValueError naming those there if it is none."""
+    root = default_run_root()
+    for folder in (Path(name), root / name):
+        if (folder / STUDY).is_file() or (folder / CONFIG).is_file():
+            return folder
+    known = sorted({path.parent.name for file in (CONFIG, STUDY) for path in root.glob(f"*/{file}")})
+    raise ValueError(
+        f"RUN|STUDY: {name!r} is neither a run (with {CONFIG}) nor a study (with {STUDY}), here or in {root}, "
+        f"which holds {', '.join(known) or 'none'}{did_you_mean(name, known)}"
+    )

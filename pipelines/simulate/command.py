@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cotrain.config.errors import ConfigError, help_text
 from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.system import System, load_system
-from pipelines.page.folders import find
+from pipelines.page.record import find
 from pipelines.simulate.report import report
 
 EPILOG = """\

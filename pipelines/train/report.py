@@ -1,5 +1,6 @@
 """What a run did: the facts that are printed at its end, and its report, which adds decisions and curves."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,13 +8,10 @@ import pandas as pd
 
 from cotrain.lossless.family import LEAST_SPECULATED
 from cotrain.run.console import duration
-from pipelines.page.page import REPORT, Page, Plot, Section, line_plot, write_page
-from pipelines.page.record import RunRecord, drafter_marks, read_run
+from pipelines.page.page import REPORT, Section, line_section, write_page
+from pipelines.page.record import RunRecord, read_run
 
 MOST_DECISIONS = 12
-LEAST_SHARE = 0.005
-"""Share of the run's time below which a stage is left out of the figure, because nobody could see it there."""
-
 STAGES = {
     "generate": "rollouts",
     "wait_for_rollouts": "waiting for rollouts",
@@ -23,45 +21,36 @@ STAGES = {
     "swap_policy": "policy swap",
 }
 DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
-PROPOSERS = {"history": "from history", "drafter": "from the drafter"}
-"""Prefixes of the metrics that count drafts by proposer."""
-
-SERVED, EXPECTED = "rollout/acceptance_length", "rollout/expected_acceptance_length"
-OF_DRAFTER = "rollout/acceptance_length_serving"
+SERVED, SPEEDUP = "rollout/acceptance_length", "rollout/speedup_vs_no_speculation"
 LEAST_GAIN, LEAST_STEPS = 0.02, 5
 """Drafts do not pay if the second half of a run, of LEAST_STEPS steps or more, gains a smaller share than this by them."""
 
-SPEEDUP = "rollout/speedup_vs_no_speculation"
+MARKED = ("published", "kept back", "rolled back")
+"""Decisions about the drafter that figures mark, after the step that the mark is at."""
 
 
 def write_run_report(folder: Path) -> Path:
     """Write report/report.html, report.md and PNGs into the folder of a run; returns report.md. Raises the ValueError of `read_run`."""
-    return write_page(folder / REPORT / "report.md", run_page(read_run(folder)))
+    run = read_run(folder)
+    title = f"{run.settings['name']}, a cotrain {'sidecar' if run.is_sidecar else 'run'}"
+    return write_page(folder / REPORT / "report.md", title, list(run_sections(run)))
 
 
-def run_page(run: RunRecord) -> Page:
+def run_sections(run: RunRecord) -> Iterator[Section]:
     """The page of a run with at least one step."""
-    facts = pd.DataFrame(run_facts(run).items(), columns=["", "what came out"])
-    sections = [Section("In short", table=facts), _speculation(run)]
+    rest = "The run's config.json, provenance.json and metrics.jsonl hold its configuration, machine and all numbers."
+    yield Section("", "\n\n".join(filter(None, [run.warning and f"**{run.warning}**", _subtitle(run), rest])))
+    yield Section("In short", table=pd.DataFrame(run_facts(run).items(), columns=["", "what came out"]))
+    yield from _speculation(run)
     if run.decisions:
         table = pd.DataFrame(run.decisions[-MOST_DECISIONS:])[["step", "kind", "version", "reason"]]
         table.columns = ["step", "decision", "drafter that serves next", "why"]
-        earlier = len(run.decisions) - len(table)
-        more = f"{earlier} earlier decisions are in decisions.jsonl." if earlier else ""
-        sections.append(Section("What was decided about the drafter", more, table))
+        yield Section("Latest decisions about the drafter", "All are in decisions.jsonl.", table)
     if not run.is_sidecar:  # a sidecar sees neither rewards nor what else its host does
         reward, length = {"reward": run.column("policy/reward")}, {"length": run.column("rollout/response_length")}
-        plots = [
-            line_plot("reward", "Reward", reward, "mean reward", "Mean reward of each step's rollouts."),
-            line_plot("response_length", "Response length", length, "tokens", "Mean length of a step's responses."),
-        ]
-        sections.append(Section("Policy", plots=plots))
-        sections.append(Section("Time", plots=[_stages(run), *_stream(run)]))
-    title = f"{run.settings['name']}, a cotrain {'sidecar' if run.is_sidecar else 'run'}"
-    beside = (
-        "config.json, provenance.json and metrics.jsonl of the run hold its configuration, machine and all numbers."
-    )
-    return Page(title, [run.warning and f"**{run.warning}**", _subtitle(run), beside], sections)
+        yield line_section("Reward", "mean reward", "Mean reward of each step's rollouts.", reward)
+        yield line_section("Response length", "tokens", "Mean length of a step's responses.", length)
+        yield from _time(run)
 
 
 def _subtitle(run: RunRecord) -> str:
@@ -69,9 +58,8 @@ def _subtitle(run: RunRecord) -> str:
     parts = [get("policy.model"), get("task.name") or get("task.path"), f"seed {get('seed')}"]
     if drafter := get(DRAFTER):
         frozen = "frozen " if get("drafter.train") is False else ""
-        parts += [f"{frozen}{drafter}, k = {get(LONGEST)}, {get('rollout.draft_sample_method')} drafts"]
-    parts += [progress(run), *(attempt["date"][:10] for attempt in run.attempts[:1])]
-    return ", ".join(str(part) for part in parts if part)
+        parts.append(f"{frozen}{drafter}, k = {get(LONGEST)}, {get('rollout.draft_sample_method')} drafts")
+    return ", ".join(filter(None, [*parts, progress(run)]))
 
 
 def progress(run: RunRecord, planned: int | None = None) -> str:
@@ -101,16 +89,16 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     # Weighted, because a step with a dozen verification steps says little.
     acceptance, most = _from_to(run, SERVED, "rollout/num_drafts"), 1 + run.settings[LONGEST]
     facts["acceptance"] = f"{acceptance}   (tokens per verification step; 1 is no gain, {most} the most)"
-    for name, proposer in PROPOSERS.items():
+    for name in ("history", "drafter"):
         drafted, accepted = (run.column(f"{name}/{kind}").sum() for kind in ("drafted_tokens", "accepted_tokens"))
         if drafted:
             share = f"({accepted / drafted:.0%})"
-            facts[f"  {proposer}"] = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted   {share}"
+            facts[f"  from {name}"] = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted   {share}"
     if DRAFTER in run.settings:
-        kept_back, taken_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
+        kept_back, rolled_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
         swaps = [f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"]
         swaps += [f"{kept_back} kept back by the gate"] if kept_back else []
-        swaps += [f"rolled back {'once' if taken_back == 1 else f'{taken_back:.0f} times'}"] if taken_back else []
+        swaps += [f"rolled back {'once' if rolled_back == 1 else f'{rolled_back:.0f} times'}"] if rolled_back else []
         facts["swaps"] = ", ".join(swaps)
         facts |= {"drafter": unpaid} if (unpaid := _unpaid(run)) else {}
     facts["lossless"] = _lossless(run, greedy_identical)
@@ -126,28 +114,26 @@ def _unpaid(run: RunRecord) -> str:
     speed, trained = run.column(SPEEDUP)[late].mean(), run.column("drafter/train_s").sum()
     if run.is_sidecar or len(late) < LEAST_STEPS or not speed < 1 + LEAST_GAIN:  # NaN where it was not measured
         return ""
-    freeze = (
-        f"training takes {trained / run.column('time/step_s').sum():.0%} of the time, drafter.train=false freezes it; "
-    )
+    share = trained / run.column("time/step_s").sum()
+    freeze = f"training takes {share:.0%} of the time, drafter.train=false freezes it; " if trained else ""
     what = f"does not pay: decoding {speed:.2f} times no speculation in the last {len(late)} steps"
-    return f'{what}   ({freeze if trained else ""}drafter="none" drops it)'
+    return f'{what}   ({freeze}drafter="none" drops it)'
 
 
 def _lossless(run: RunRecord, greedy_identical: bool | None) -> str:
     """What was checked, and on how many tokens. Checks without speculated tokens do not count, unless they failed."""
     passed = run.column("lossless/passed").dropna()
     checks = "1 check" if passed.size == 1 else f"{passed.size} checks"
-    checked = "not checked in this run, as lossless.every is 0"
+    tokens, speculated = (run.column(f"lossless/{name}").sum() for name in ("tokens", "speculated_tokens"))
     if failed := (passed == 0).sum():
         checked = f"{failed} of {checks} FAILED"
-    elif speculated := run.column("lossless/speculated_tokens").sum():
-        tokens = run.column("lossless/tokens").sum()
-        checked = (
-            f"verified on {tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated ({checks} in this run)"
-        )
-    elif run.settings.get("lossless.every") != 0:
-        few = f"no check held {LEAST_SPECULATED} speculated tokens (cotrain verify checks the engine)"
-        checked = f"not checked in this run, as {few}"
+    elif speculated:
+        on = f"{tokens:,.0f} sampled tokens, {speculated:,.0f} of them speculated"
+        checked = f"verified on {on} ({checks} in this run)"
+    else:
+        few = f"no check held {LEAST_SPECULATED} speculated tokens"
+        why = "lossless.every is 0" if run.settings.get("lossless.every") == 0 else few
+        checked = f"not checked in this run, as {why} (cotrain verify checks the engine)"
     if greedy_identical is None:
         return checked
     same = "identical with and without speculation" if greedy_identical else "DIFFERS: please report this"
@@ -164,57 +150,46 @@ def _from_to(run: RunRecord, metric: str, weight: str = "") -> str:
     return " -> ".join(f"{np.average(values.iloc[end], weights=weights.iloc[end]):.2f}" for end in ends)
 
 
-def _speculation(run: RunRecord) -> Section:
+def _speculation(run: RunRecord) -> Iterator[Section]:
     if not run.speculates:
-        return Section("Speculation", "This run has no drafter: its rollouts were generated without one.")
-    mixed = {"served by the drafter alone": run.column(OF_DRAFTER)} if run.column("history/tokens").any() else {}
-    plots = [
-        line_plot(
-            "acceptance_length", "Acceptance length, served and expected",
-            {"served": run.column(SERVED), **mixed, "expected on unseen rollouts": run.column(EXPECTED)},
-            "acceptance length",
-            "Tokens that a verification step of the engine emits, and what the trainer computed for the same drafter "
-            "on the same rollouts before it was trained on them.",
-            marks=drafter_marks(run), floor="1: no gain",
-        ),
-        line_plot(
-            "acceptance_by_position", "Acceptance by draft position",
-            {f"token {i}": run.column(f"rollout/acceptance_rate_pos_{i}") for i in range(1, 1 + run.settings[LONGEST])},
-            "accepted share", "Share of verification steps that accepted all draft tokens up to this position.",
-        ),
-        line_plot(
-            "speedup", "Speed against no speculation", {"speed": run.column(SPEEDUP)}, "times as fast",
-            "How many times faster the step's tokens were decoded than without speculation, by the measured times of "
-            "engine steps. Prefilling of prompts is left out.",
-        ),
-    ]  # fmt: skip
+        yield Section("Speculation", "This run has no drafter: its rollouts were generated without one.")
+        return
+    served = {
+        "served": run.column(SERVED),
+        "expected on unseen rollouts": run.column("rollout/expected_acceptance_length"),
+    }
+    if run.column("history/tokens").any():
+        served["served by the drafter alone"] = run.column("rollout/acceptance_length_serving")
+    marks = {kind: [row["step"] for row in run.decisions if row["kind"] == kind] for kind in MARKED}
+    title, text = "Acceptance length, served and expected", "Tokens that a verification step of the engine emits."
+    yield line_section(title, "acceptance length", text, served, marks=marks, floor="1: no gain")
+    rates = {f"token {k}": run.column(f"rollout/acceptance_rate_pos_{k}") for k in range(1, 1 + run.settings[LONGEST])}
+    text = "Share of verification steps that accepted all draft tokens up to this position."
+    yield line_section("Acceptance by draft position", "accepted share", text, rates)
+    text = "Speed of decoding, by the measured times of engine steps. Prefilling of prompts is left out."
+    yield line_section("Speedup, against no speculation", "times as fast", text, {"speed": run.column(SPEEDUP)})
     if DRAFTER in run.settings:
-        loss, text = {"loss": run.column("drafter/loss")}, "Mean training loss of each step."
-        plots.append(line_plot("drafter_loss", "Drafter loss", loss, "loss", text))
-    return Section("Speculation", plots=plots)
+        loss = {"loss": run.column("drafter/loss")}
+        yield line_section("Drafter loss", "loss", "Mean training loss of each step.", loss)
 
 
-def _stages(run: RunRecord) -> Plot:
+def _time(run: RunRecord) -> Iterator[Section]:
+    """Times of the stages, idle time of the roles, and the policy lag of a run whose generation is ahead of learning."""
     stages = pd.DataFrame({label: run.column(f"time/{stage}_s") for stage, label in STAGES.items()})
     stages["rest"] = (run.column("time/step_s") - stages.sum(axis="columns")).clip(lower=0.0)
-    shares = stages.sum() / stages.sum().sum()
-    shown = shares[shares > LEAST_SHARE]
-    text = "Share of the run: " + ", ".join(f"{label} {100 * share:.0f} %" for label, share in shown.items()) + "."
-    return line_plot("time_per_stage", "Time per stage", dict(stages[shown.index].items()), "seconds a step", text)
-
-
-IDLE, LAG = "idle/", "stream/lag_tokens_"
-
-
-def _stream(run: RunRecord) -> list[Plot]:
-    """Idle time of the roles, and the policy lag of a run whose generation is ahead of learning."""
-    metrics, plots = run.metrics, list[Plot]()
-    if idle := {name.removeprefix(IDLE): metrics[name] for name in metrics.columns if name.startswith(IDLE)}:
+    shares = (stages.sum() / stages.sum().sum())[stages.notna().any()]
+    text = "Share of the run: " + ", ".join(f"{label} {share:.0%}" for label, share in shares.items()) + "."
+    yield line_section("Time per stage", "seconds a step", text, dict(stages.items()))
+    if len(idle := _family(run, "idle/")):
         text = "Share of each step in which a role had nothing to do. The least idle one is the bottleneck."
-        plots.append(line_plot("idle", "Idle time by role", idle, "share of the step", text))
+        yield line_section("Idle time, by role", "share of the step", text, idle)
     if run.settings.get("stream.max_policy_lag"):
-        lags = {name.rpartition("_")[2]: metrics[name].fillna(0) for name in sorted(metrics) if name.startswith(LAG)}
-        shares = {f"lag {lag}": tokens / sum(lags.values()) for lag, tokens in lags.items()}
+        lags = pd.DataFrame(_family(run, "stream/lag_tokens_")).fillna(0)
+        shares = lags.div(lags.sum(axis="columns"), axis="index").add_prefix("lag ")
         text = "Policy versions between the one that generated a token and the one that trained on it."
-        plots.append(line_plot("lag", "Policy lag of the tokens trained on", shares, "share of the tokens", text))
-    return plots
+        yield line_section("Policy lag, of the tokens trained on", "share of the tokens", text, dict(shares.items()))
+
+
+def _family(run: RunRecord, prefix: str) -> dict[str, pd.Series]:
+    """The metrics whose names begin with `prefix`, by the rest of the name."""
+    return {name.removeprefix(prefix): run.metrics[name] for name in sorted(run.metrics) if name.startswith(prefix)}

@@ -17,7 +17,7 @@ from drafters.base import SamplingParams
 from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
-from pipelines.page.page import Page, Section, write_page
+from pipelines.page.page import Section, write_page
 from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters
 
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         about = {"settings": settings, "tokens_per_setting": plan.tokens}
         report = engines.provenance(args) | about | outcome(verdict)
         write_json(out / "verify.json", report)
-        write_page(out / "verify.md", page(report))
+        write_page(out / "verify.md", report["verdict"], page(report))
         for check in report["checks"]:
             if check["failed"]:
                 say(f"FAIL {check['check']}, {check['setting']}: p {check['p']:.2g}")
@@ -117,8 +117,8 @@ def outcome(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def page(report: dict[str, Any]) -> Page:
-    """verify.md from the content of verify.json: verdict, how it was reached, and every check, failures first."""
+def page(report: dict[str, Any]) -> list[Section]:
+    """verify.md from the content of verify.json: how the verdict was reached, and every check, failures first."""
     checks = sorted(report["checks"], key=lambda check: (not check["failed"], check["p"] if check["failed"] else 0))
     rows = [
         {
@@ -138,4 +138,4 @@ def page(report: dict[str, Any]) -> Page:
         f"{report['false_alarm_rate']:g} (Holm). `finds`: smallest total variation distance that the check finds with "
         f"probability {POWER:g}."
     )
-    return Page(report["verdict"], [engines.headline(report)], [Section("Checks", text, pd.DataFrame(rows))])
+    return [Section("", engines.headline(report)), Section("Checks", text, pd.DataFrame(rows))]

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from drafters.alignment import align
 from drafters.base import LARGEST_WEIGHT, SamplingParams, TargetWeights
 from drafters.build import build_drafter, load_drafter, shape_problems
-from drafters.config import ObjectiveConfig
 from drafters.losses import Teacher, acceptances, drafter_loss
 from tests.drafters.conftest import (
     EAGLE3,
@@ -296,7 +295,7 @@ def test_the_tokens_that_can_be_drafted_ascend(kind, target_weights):
 def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sampling):
     batch = make_batch((4, 8, 0), (6, 8, 0))
     batch.token_ids[11] = TARGET.eos_token_ids[0]  # the first rollout's last token
-    (acceptance,) = acceptances([kind.make()], batch, target_weights, sampling, ObjectiveConfig())
+    (acceptance,) = acceptances([kind.make()], batch, target_weights, sampling)
     predicted = acceptance.offset + 1 + torch.arange(3)[:, None]  # offset of the token that position k drafts
     beyond, generated = predicted > 7, (predicted >= 0) & (predicted <= 7)
     ended, cut = acceptance.rollout == 0, acceptance.rollout == 1
@@ -310,7 +309,7 @@ def test_nothing_is_accepted_behind_the_end_of_sequence(kind, target_weights, sa
 
 def test_packing_changes_no_loss(kind, target_weights, sampling):
     """Rollouts packed together score as the mean of the rollouts scored alone."""
-    drafter, objective = kind.make(), ObjectiveConfig()
+    drafter = kind.make()
     together = make_batch((4, 8, 0), (6, 8, 0))
     batches = [together]
     for document in (0, 1):
@@ -318,18 +317,18 @@ def test_packing_changes_no_loss(kind, target_weights, sampling):
         fields = {f.name: getattr(together, f.name) for f in dataclasses.fields(together)}
         part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
         batches.append(dataclasses.replace(together, **part))
-    packed, first, second = (drafter_loss(drafter, b, target_weights, sampling, objective)[1] for b in batches)
+    packed, first, second = (drafter_loss(drafter, b, target_weights, sampling)[1] for b in batches)
     torch.testing.assert_close(packed, (first + second) / 2)
-    parts = [acceptances([drafter], b, target_weights, sampling, objective)[0] for b in batches]
+    parts = [acceptances([drafter], b, target_weights, sampling)[0] for b in batches]
     lengths = [acceptance_length(parts[:1], 3), acceptance_length(parts[1:], 3)]
     assert lengths[0] == pytest.approx(lengths[1])
 
 
 def test_a_batch_without_supervision_has_zero_loss_and_gradient(kind, target_weights, sampling):
-    drafter, batch, objective = kind.make(), make_batch((5, 0, 0)), ObjectiveConfig()
-    loss, _ = drafter_loss(drafter, batch, target_weights, sampling, objective)
+    drafter, batch = kind.make(), make_batch((5, 0, 0))
+    loss, _ = drafter_loss(drafter, batch, target_weights, sampling)
     loss.backward()
-    accepted = acceptances([drafter], batch, target_weights, sampling, objective)
+    accepted = acceptances([drafter], batch, target_weights, sampling)
     assert loss == 0 and acceptance_length(accepted, 3) == 1.0
     gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     assert gradients and all((gradient == 0).all() for gradient in gradients.values())
@@ -342,7 +341,7 @@ def test_every_parameter_gets_a_gradient_and_nothing_of_the_target_does(kind, ta
         embedding=target_weights.embedding.clone().requires_grad_(),
         head=target_weights.head.clone().requires_grad_(),
     )
-    drafter_loss(drafter, make_batch((3, 9, 0), (2, 6, 0)), target, sampling, ObjectiveConfig())[0].backward()
+    drafter_loss(drafter, make_batch((3, 9, 0), (2, 6, 0)), target, sampling)[0].backward()
     assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().max() > 0] == []
     assert [name for name in ("embedding", "head") if getattr(target, name).grad is not None] == []
 
@@ -360,14 +359,14 @@ def test_the_drafter_learns(kind, sampling):
     drafter = build_drafter(kind.config, kind.target, seed=0)
     drafter.choose_vocabulary(torch.bincount(tokens, minlength=TARGET.vocab_size), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-    objective, losses = ObjectiveConfig(), []
+    losses = []
 
     def length() -> float:
-        return acceptance_length(acceptances([drafter], batch, target, sampling, objective), 3)
+        return acceptance_length(acceptances([drafter], batch, target, sampling), 3)
 
     assert length() < 2.0
     for _ in range(100):
-        loss, _ = drafter_loss(drafter, batch, target, sampling, objective)
+        loss, _ = drafter_loss(drafter, batch, target, sampling)
         losses.append(loss.detach())
         optimizer.zero_grad()
         loss.backward()
@@ -380,17 +379,17 @@ def test_the_drafter_learns(kind, sampling):
 def test_drafters_scored_together_score_as_alone(kind, target_weights, monkeypatch, temperature, chunk_tokens):
     """Whatever their kinds, weights and vocabularies; the target's distribution is computed once for all of them."""
     monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", chunk_tokens)
-    batch, objective = make_batch((4, 8, 0), (6, 8, 1)), ObjectiveConfig()
+    batch = make_batch((4, 8, 0), (6, 8, 1))
     sampling = SamplingParams(temperature, 0.9, 0, "probabilistic")
     drafters = [kind.make(seed=0), kind.make(seed=1), make_drafter(seed=2, draft_vocab_size=40)]
     drafters[1].choose_vocabulary(torch.arange(40.0), target_weights)
-    alone = [acceptances([drafter], batch, target_weights, sampling, objective)[0] for drafter in drafters]
+    alone = [acceptances([drafter], batch, target_weights, sampling)[0] for drafter in drafters]
     rows = []
     once = Teacher.processed_logits
     monkeypatch.setattr(
         Teacher, "processed_logits", lambda self, chunk: rows.extend(chunk.tolist()) or once(self, chunk)
     )
-    together = acceptances(drafters, batch, target_weights, sampling, objective)
+    together = acceptances(drafters, batch, target_weights, sampling)
     assert len(rows) == len(set(rows)) > 10
     for ours, theirs in zip(together, alone, strict=True):
         for field in dataclasses.fields(ours):

@@ -7,8 +7,7 @@ import torch
 
 from drafters.alignment import align
 from drafters.base import SamplingParams
-from drafters.config import ObjectiveConfig
-from drafters.losses import DEPTH_DECAY, KL_DECAY, Teacher, draft_loss, truncate
+from drafters.losses import KL_DECAY, Teacher, draft_loss, truncate
 from tests.drafters.conftest import TARGET, make_batch
 
 DEPTH = 3
@@ -21,13 +20,6 @@ SAMPLERS = [
     SamplingParams(0.9, 0.7, 6, "probabilistic"),
     SamplingParams(0.0, 1.0, 0, "greedy"),
     SamplingParams(0.0, 0.5, 3, "probabilistic"),
-]
-
-
-OBJECTIVES = [
-    ObjectiveConfig(type="soft_cross_entropy", depth_weights="decay"),
-    ObjectiveConfig(type="lk_hybrid", depth_weights="decay"),
-    ObjectiveConfig(type="lk_hybrid", depth_weights="reach"),
 ]
 
 
@@ -45,7 +37,7 @@ def processed(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     return torch.zeros_like(p).scatter(0, ranked.indices, p / p.sum())
 
 
-def slow_loss(hidden, draft_head, batch, target_head, sampling, objective):
+def slow_loss(hidden, draft_head, batch, target_head, sampling):
     alignment = align(batch, DEPTH)
     losses, acceptance, drawn_accepted = (
         torch.full(alignment.supervised.shape, torch.nan, dtype=torch.float64) for _ in range(3)
@@ -66,12 +58,8 @@ def slow_loss(hidden, draft_head, batch, target_head, sampling, objective):
             drawn_accepted[k, s] = min(float(log_q.detach().exp()[drawn[0]] / p[drawn[0]]), 1.0) if drawn else 0.0
         cross_entropy = -(p * log_q).sum()
         share = float(torch.exp(-KL_DECAY * trained.detach()))
-        losses[k, s] = {
-            "soft_cross_entropy": cross_entropy,
-            "lk_hybrid": share * cross_entropy + (1 - share) * (1 - trained),
-        }[objective.type]
-        reach = acceptance[:k, s].nan_to_num(1.0).prod() if objective.depth_weights == "reach" else DEPTH_DECAY**k
-        weights[k, s] = reach / int(alignment.supervised[k].sum())
+        losses[k, s] = share * cross_entropy + (1 - share) * (1 - trained)
+        weights[k, s] = acceptance[:k, s].nan_to_num(1.0).prod() / int(alignment.supervised[k].sum())
     per_position = torch.stack([row[row.isfinite()].mean() for row in losses])
     loss = (torch.where(alignment.supervised, losses, 0) * weights).sum() / weights.sum()
     return loss, per_position, torch.stack([acceptance, drawn_accepted])
@@ -86,20 +74,17 @@ def fake_hidden(batch, generator):
     return [torch.randn(num_starts, 16, generator=generator, dtype=torch.float64) for _ in range(DEPTH)]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.type} {objective.depth_weights}")
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
-def test_loss_acceptance_and_gradients_equal_a_slow_loop(
-    sampling, chunk_tokens, objective, target_weights, monkeypatch
-):
+def test_loss_acceptance_and_gradients_equal_a_slow_loop(sampling, chunk_tokens, target_weights, monkeypatch):
     batch = make_batch((3, 9, 0), (5, 6, 4), (2, 2, 0))
     generator = torch.Generator().manual_seed(1)
     draft_head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
     monkeypatch.setattr("drafters.losses.CHUNK_TOKENS", chunk_tokens)
 
-    actual = draft_loss(hidden, draft_head, teacher_of(batch, target_weights, sampling), align(batch, DEPTH), objective)
-    expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampling, objective)
+    actual = draft_loss(hidden, draft_head, teacher_of(batch, target_weights, sampling), align(batch, DEPTH))
+    expected = slow_loss(hidden, draft_head, batch, target_weights.head, sampling)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
     inputs = [draft_head, *hidden]
@@ -108,17 +93,18 @@ def test_loss_acceptance_and_gradients_equal_a_slow_loop(
     )
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES[:1], ids=lambda objective: objective.type)
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_gradients_equal_finite_differences(objective, method, target_weights):
-    """soft_cross_entropy has an exact gradient; lk_hybrid holds its mixing weight fixed."""
+def test_gradients_equal_finite_differences(method, target_weights, monkeypatch):
+    """Of the cross-entropy with equal weights: through the mixing weight and the weights of reach, no gradient flows."""
+    monkeypatch.setattr("drafters.losses.KL_DECAY", 0.0)
+    monkeypatch.setattr("drafters.losses.reach_weights", lambda before: torch.ones(before.shape[1], dtype=before.dtype))
     batch = make_batch((3, 6, 0))
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64, requires_grad=True)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
     teacher, alignment = teacher_of(batch, target_weights, SamplingParams(0.8, 1.0, 0, method)), align(batch, DEPTH)
     assert torch.autograd.gradcheck(
-        lambda *inputs: draft_loss(inputs[1:], inputs[0], teacher, alignment, objective)[0], (head, *hidden)
+        lambda *inputs: draft_loss(inputs[1:], inputs[0], teacher, alignment)[0], (head, *hidden)
     )
 
 
@@ -130,7 +116,7 @@ def test_mass_outside_the_draft_vocabulary_is_a_rejection(target_weights, sampli
     p = teacher.of_draft_vocabulary(*teacher.processed_logits(alignment.target_rows(0)))
     assert (p.sum(-1) < 0.999).all()
     perfect = [batch.final_hidden[alignment.target_rows(0)]]
-    *_, accepted = draft_loss(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment, ObjectiveConfig())
+    *_, accepted = draft_loss(perfect, target_weights.head[DRAFT_TOKENS], teacher, alignment)
     torch.testing.assert_close(accepted[0, 0], p.sum(-1))
     outside = ~torch.isin(batch.token_ids[alignment.target_rows(0) + 1], DRAFT_TOKENS)
     assert outside.any() and (accepted[1, 0][outside] == 0).all()
@@ -147,7 +133,7 @@ def test_acceptance_is_what_rejection_sampling_accepts(method, target_weights):
     sampling = SamplingParams(1.5, 1.0, 0, method)
     batch = dataclasses.replace(batch, final_hidden=batch.final_hidden * 0.5)
     teacher = teacher_of(batch, target_weights, sampling)
-    acceptance = draft_loss(hidden, draft_head, teacher, alignment, ObjectiveConfig())[2][0]
+    acceptance = draft_loss(hidden, draft_head, teacher, alignment)[2][0]
 
     p = processed(target_weights.head @ batch.final_hidden[1], sampling)[DRAFT_TOKENS]
     q = (draft_head @ hidden[0][0] / 1.5).softmax(0)
@@ -180,15 +166,14 @@ def test_the_whole_vocabulary_is_read_without_an_index(sampling, target_weights)
     assert torch.equal(logits, before)  # the next drafter reads them too
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.type} {objective.depth_weights}")
-def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(objective, target_weights, sampling):
+def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(target_weights, sampling):
     batch = make_batch((3, 9, 0), (5, 6, 4))
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(len(DRAFT_TOKENS), 16, generator=generator, dtype=torch.float64)
     hidden = [tensor.requires_grad_() for tensor in fake_hidden(batch, generator)]
     results = []
     for own in (head.clone().requires_grad_(), head):
-        loss, *_ = draft_loss(hidden, own, teacher_of(batch, target_weights, sampling), align(batch, DEPTH), objective)
+        loss, *_ = draft_loss(hidden, own, teacher_of(batch, target_weights, sampling), align(batch, DEPTH))
         loss.backward()
         results.append([loss.detach(), *(tensor.grad for tensor in hidden)])
         for tensor in hidden:
@@ -210,7 +195,7 @@ def test_no_gradients_are_computed_without_grad_mode(target_weights, sampling):
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(len(DRAFT_TOKENS), 16, dtype=torch.float64, requires_grad=True)
     teacher = teacher_of(batch, target_weights, sampling)
-    arguments = (fake_hidden(batch, generator), head, teacher, align(batch, DEPTH), ObjectiveConfig())
+    arguments = (fake_hidden(batch, generator), head, teacher, align(batch, DEPTH))
     with torch.no_grad():
         loss, *_ = draft_loss(*arguments)
     assert not loss.requires_grad
@@ -229,5 +214,5 @@ def test_nothing_of_size_rows_by_vocabulary_is_kept_for_the_backward_pass(target
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
         narrow = dataclasses.replace(target_weights, head=target_weights.head[:, :4])
         teacher = teacher_of(batch, narrow, sampling)
-        draft_loss(hidden, head, teacher, align(batch, DEPTH), ObjectiveConfig())
+        draft_loss(hidden, head, teacher, align(batch, DEPTH))
     assert 0 < max(kept) < num_starts * len(DRAFT_TOKENS) < num_starts * TARGET.vocab_size

@@ -24,7 +24,7 @@ from cotrain.weights.payload import write_payload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig, ObjectiveConfig
+from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.losses import drafter_loss
 from tests.engine.two_nodes import address, two_nodes  # noqa: F401
 from tests.native_models import trained_native
@@ -218,11 +218,10 @@ def distilled(
     drafter.start_from(target_folder)
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
-    objective = ObjectiveConfig(type="soft_cross_entropy")
     parts = [part_of(data, turn) for turn in range(PARTS)]
     for step in range(STEPS):
         part = parts[step % PARTS]
-        loss, _ = drafter_loss(drafter, part, target, SamplingParams(1.0, 1.0, 0, "probabilistic"), objective)
+        loss, _ = drafter_loss(drafter, part, target, SamplingParams(1.0, 1.0, 0, "probabilistic"))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -28,7 +28,7 @@ from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
-from drafters.config import DraftModelConfig, MtpConfig, ObjectiveConfig
+from drafters.config import DraftModelConfig, MtpConfig
 from drafters.losses import acceptances
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
 
@@ -155,7 +155,7 @@ def test_embedding_and_head_are_refused_in_an_update(target: Target, live: LiveE
 def expected_rates(
     drafter: Drafter, batches: list[DraftBatch], weights: TargetWeights, num_speculative_tokens: int
 ) -> list[float]:
-    starts = [acceptances([drafter], batch, weights, SAMPLING, ObjectiveConfig())[0] for batch in batches]
+    starts = [acceptances([drafter], batch, weights, SAMPLING)[0] for batch in batches]
     return rollout_acceptance(starts, num_speculative_tokens).rates()
 
 

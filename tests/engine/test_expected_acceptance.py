@@ -22,7 +22,6 @@ from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetWeights
-from drafters.config import ObjectiveConfig
 from drafters.losses import acceptances
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, distilled, eagle3, features_of, make_requests
 
@@ -75,7 +74,7 @@ def estimated(
     request: pytest.FixtureRequest, held_out: list[DraftBatch], deep_drafter: Drafter, target_weights: TargetWeights
 ) -> tuple[str, list[StartAcceptance]]:
     sampling = SamplingParams(1.0, 1.0, 0, request.param)
-    parts = [acceptances([deep_drafter], batch, target_weights, sampling, ObjectiveConfig()) for batch in held_out]
+    parts = [acceptances([deep_drafter], batch, target_weights, sampling) for batch in held_out]
     return request.param, [part for (part,) in parts]
 
 
@@ -134,10 +133,7 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
     batch, records = grouped
     assert batch.speculation is not None
     sampling = SamplingParams(1.0, 1.0, 0, "probabilistic")
-    parts = [
-        acceptances([deep_drafter], rows, target_weights, sampling, ObjectiveConfig())[0]
-        for rows, _ in batches_of(records, 4096)
-    ]
+    parts = [acceptances([deep_drafter], rows, target_weights, sampling)[0] for rows, _ in batches_of(records, 4096)]
     expected = 1 + sum(rollout_acceptance(parts, K).rates())
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
     assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)

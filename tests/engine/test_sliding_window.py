@@ -14,7 +14,6 @@ from cotrain.engine.arguments import EngineSpec
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import Rollout
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
-from drafters.config import ObjectiveConfig
 from drafters.losses import acceptances
 from tests.engine.conftest import AUX_LAYERS, LiveEngine, distilled, features_of, make_requests, text_of
 
@@ -38,7 +37,7 @@ def accepted(rollout: Rollout, drafter: Drafter, model: torch.nn.Module, target:
     """Of each verification step with whole drafts: its draft tokens that were accepted, and those that should be."""
     ids, sampling = rollout.prompt_token_ids + rollout.token_ids, SamplingParams(0.0, 1.0, 0, "greedy")
     text = features_of(model, ids, PROMPT_TOKENS, 0)
-    [found] = acceptances([drafter], text, target, sampling, ObjectiveConfig())
+    [found] = acceptances([drafter], text, target, sampling)
     drawn = dict(
         zip(found.offset.tolist(), found.drawn.T.tolist(), strict=True)
     )  # 1 where the likeliest draft was right

@@ -45,5 +45,5 @@ def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path)
     assert sum(row.get("history/accepted_tokens", 0) for row in rows) > 0
     assert re.search(r"step 8/8 .* lag [01]\.\d .* p8 d\d\s+idle d\d+% p\d+% r\d+%", output)
     assert "prompts identical" in output and "DIFFERS" not in output
-    assert (root / "killed/report/idle.png").is_file()
-    assert (root / "killed/report/lag.png").is_file()
+    assert (root / "killed/report/idle_time.png").is_file()
+    assert (root / "killed/report/policy_lag.png").is_file()

@@ -78,22 +78,20 @@ def test_an_engine_serves_the_drafter_and_stops_whatever_happens(
         asyncio.run(fail())
     assert not engines[0].running and not Path(engines[0].spec.scratch).exists()
     assert engines[0].spec.drafter_folder == str(setup.drafter_folder)
-    assert (engines[0].spec.seed, engines[0].spec.speculation) == (3, "drafter")
+    assert engines[0].spec.seed == 3
     assert environment["OMP_NUM_THREADS"] == "2"
     assert "VLLM_RPC_BASE_PATH" not in os.environ and os.environ.get("TMPDIR") != engines[0].spec.scratch
 
 
-@pytest.mark.parametrize("ngram", [True, False])
-def test_without_a_drafter_to_serve_none_is_named(setup: EngineSetup, environment: dict[str, str], ngram: bool) -> None:
+def test_without_a_drafter_to_serve_none_is_named(setup: EngineSetup, environment: dict[str, str]) -> None:
     setup = replace(setup, drafter=None, drafter_folder=None)
 
     async def start() -> Any:
-        async with one_engine(setup, seed=0, num_threads=1, ngram=ngram) as engine:
+        async with one_engine(setup, seed=0, num_threads=1) as engine:
             return engine.spec
 
     spec = asyncio.run(start())
     assert spec.drafter_folder is None and spec.serving is None
-    assert spec.speculation == ("ngram" if ngram else "drafter")
 
 
 def test_an_update_of_which_something_else_is_served_is_named() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cotrain.records import Rollout, RolloutRequest, Versions
-from pipelines.train.joint import greedy_rollouts
+from pipelines.train.run import greedy_rollouts
 
 
 class ScriptedEngines:

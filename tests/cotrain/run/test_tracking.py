@@ -22,7 +22,7 @@ from cotrain.run.provenance import git_state
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker, model_id_of, registered_name
-from pipelines.train.joint import _start_tracking
+from pipelines.train.run import open_tracker
 from tests.speculation_counts import counts
 
 POLICY = "bundled:smollm2-135m-instruct"
@@ -120,12 +120,11 @@ def test_a_resume_before_the_first_checkpoint_is_not_a_second_run(run_config, cl
     def start(config, open_folder, steps):
         with ExitStack() as stack:
             run_dir = stack.enter_context(open_folder(config.run_root, config.name))
-            tracker = _start_tracking(
-                config, run_dir, RunState(0, Versions(0, 0), None, {}, {}), Console(io.StringIO()), stack
-            )
+            state = RunState(0, Versions(0, 0), None, {}, {})
+            tracker = stack.enter_context(open_tracker(config, run_dir, state, Console(io.StringIO())))
             for step in range(1, steps + 1):
-                tracker.result().log_step(step, {"a": step + 0.0})
-        return tracker.result().run_id
+                tracker.log_step(step, {"a": step + 0.0})
+        return tracker.run_id
 
     first = start(run_config(), RunDir.create, 2)
     assert start(run_config(steps=9), RunDir, 3) == first

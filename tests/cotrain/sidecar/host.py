@@ -19,7 +19,6 @@ from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.spool import EngineFolder, Spool, read_json, write_json
 from drafters.base import TargetSpec
 from drafters.build import load_drafter
-from drafters.config import ObjectiveConfig
 from drafters.losses import acceptances
 from tests.cotrain.trainer.conftest import Target
 
@@ -128,7 +127,7 @@ class Host:
             self.target.folder, self.policy_version, TargetSpec.from_pretrained(self.target.folder), "cpu"
         )
         rows, sampling = pack(records)
-        starts = acceptances([self.drafter], rows, head, sampling, ObjectiveConfig())[0]
+        starts = acceptances([self.drafter], rows, head, sampling)[0]
         drawn = {
             (int(r), int(o)): starts.drawn[:, i]
             for i, (r, o) in enumerate(zip(starts.rollout, starts.offset, strict=True))

@@ -42,7 +42,7 @@ def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of)
 
 
 def test_metrics_of_a_step(new_trainer, target, shard_of):
-    trainer = new_trainer(objective={"depth_weights": "decay"})
+    trainer = new_trainer()
     trainer.add_features([shard_of(target.rollouts(3, 2, seed=1, policy_version=0))])
     trainer.set_target_weights(payload_of(target), 1)
     trainer.add_features([shard_of(target.rollouts(3, 2, seed=2, policy_version=1))])
@@ -53,9 +53,8 @@ def test_metrics_of_a_step(new_trainer, target, shard_of):
     assert row["drafter/learning_rate"] == 3e-3
     assert row["drafter/tokens_per_s"] > 0
     assert row["drafter/grad_norm"] > 0
-    depth_weights = torch.tensor([1, 0.8, 0.64]) / 2.44
-    per_position = torch.tensor([row[f"drafter/loss_pos_{k}"] for k in (1, 2, 3)])
-    assert row["drafter/loss"] == pytest.approx(float(depth_weights @ per_position), rel=1e-5)
+    per_position = [row[f"drafter/loss_pos_{k}"] for k in (1, 2, 3)]
+    assert 0 < row["drafter/loss"] < max(per_position), "positions that are reached are easier"
 
 
 def test_evaluation_is_of_the_served_positions_and_not_of_how_rollouts_are_batched(new_trainer, target):
@@ -162,11 +161,11 @@ def test_each_batch_is_taught_by_its_own_sampling(new_trainer, target, shard_of,
     of_tokens = {tuple(record.token_ids.tolist()): record.sampling for record in mixed}
     seen = []
 
-    def loss(drafter, rows, weights, sampling, objective):
+    def loss(drafter, rows, weights, sampling):
         for document in range(int(rows.document_ids[-1]) + 1):
             assert of_tokens[tuple(rows.token_ids[rows.document_ids == document].tolist())] == sampling
         seen.append(sampling)
-        return drafter_loss(drafter, rows, weights, sampling, objective)
+        return drafter_loss(drafter, rows, weights, sampling)
 
     monkeypatch.setattr("cotrain.trainer.distiller.drafter_loss", loss)
     trainer.add_features([shard_of(mixed[i::2], name=f"shard_{i}") for i in range(2)])

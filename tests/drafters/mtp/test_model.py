@@ -9,7 +9,6 @@ import torch
 from drafters.alignment import align
 from drafters.base import ServingSpec
 from drafters.build import build_drafter
-from drafters.config import ObjectiveConfig
 from drafters.losses import drafter_loss
 from tests.drafters.conftest import MIMO, MTP_KINDS, QWEN3_NEXT, TARGET, kind_name, make_batch
 
@@ -56,14 +55,14 @@ def test_the_borrowed_head_is_as_it_is_now_and_gets_no_gradient_buffer(kind, tar
     sizes = []
     zeros_like = torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda tensor: sizes.append(tensor.shape) or zeros_like(tensor))
-    drafter_loss(drafter, batch, newer, sampling, ObjectiveConfig())
+    drafter_loss(drafter, batch, newer, sampling)
     assert sizes.count(hidden[0].shape) == 3 and target_weights.head.shape not in sizes
 
 
 def test_no_states_of_other_layers_are_needed(kind, target_weights, sampling):
     drafter, batch = kind.make(), make_batch((3, 8, 0), (4, 6, 2))
     narrow = dataclasses.replace(batch, aux_hidden=batch.aux_hidden[:, :0])
-    whole, alone = (drafter_loss(drafter, b, target_weights, sampling, ObjectiveConfig())[0] for b in (batch, narrow))
+    whole, alone = (drafter_loss(drafter, b, target_weights, sampling)[0] for b in (batch, narrow))
     assert torch.equal(whole, alone) and alone > 0
 
 

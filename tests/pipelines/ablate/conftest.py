@@ -26,7 +26,6 @@ init = "generic"
 
 [[arms]]
 name = "random, co-trained"
-init = "none"
 "drafter.train" = true
 
 [[arms]]
@@ -52,7 +51,9 @@ def study_file(tmp_path: Path) -> Path:
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Runs are stand-ins. Returns what they were asked to do since the last call, as `command name [options]`."""
     file = tmp_path / "calls"
-    monkeypatch.setattr("pipelines.ablate.jobs.PROGRAM", (sys.executable, str(Path(__file__).parent / "stand_in.py")))
+    monkeypatch.setattr(
+        "pipelines.ablate.command.PROGRAM", (sys.executable, str(Path(__file__).parent / "stand_in.py"))
+    )
     monkeypatch.setenv("CALLS", str(file))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 

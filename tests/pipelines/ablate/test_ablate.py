@@ -12,8 +12,7 @@ from filelock import FileLock
 
 from cotrain.config.errors import ConfigError
 from pipelines.ablate.command import _check as check_arms
-from pipelines.ablate.command import main
-from pipelines.ablate.jobs import last_error
+from pipelines.ablate.command import last_error, main
 from pipelines.ablate.plan import load_study
 
 SEED_0 = ["train generic-frozen-s0", "train random-co-trained-s0", "train no-speculation-s0"]
@@ -23,7 +22,7 @@ SEED_1 = [call.replace("-s0", "-s1") for call in SEED_0]
 @pytest.fixture(autouse=True)
 def no_preflight(monkeypatch):
     """Model and task are not what is tested here, and take seconds."""
-    monkeypatch.setattr("pipelines.ablate.command._check", lambda study: None)
+    monkeypatch.setattr("pipelines.ablate.command._check", lambda study, quick: None)
 
 
 @pytest.fixture
@@ -134,12 +133,10 @@ def interrupt(tmp_path, monkeypatch):
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(
     study_file, calls, no_page, tmp_path, capsys, monkeypatch, interrupt
 ):
-    monkeypatch.setattr("pipelines.ablate.jobs.REPORT_S", 0.0)
     interrupt.start()
     assert main([str(study_file), "seeds=[0]"]) == 130
     interrupt.join()
     output = capsys.readouterr().out
-    assert "\n  step 1/3\n" in output, "what the run that takes long has printed last"
     assert "random, co-trained, seed 0: stopped" in output and "the same command goes on:\n  cotrain ablate" in output
     assert list(statuses(tmp_path).values()) == ["finished", "missing", "missing"]
     calls()
@@ -174,12 +171,11 @@ def test_the_error_of_a_run_is_the_line_that_says_why(tmp_path, text, error):
     assert last_error(tmp_path / "log", -9) == "killed by SIGKILL (out of memory?)"
 
 
-def test_two_processes_cannot_run_one_study(study_file, tmp_path):
-    (tmp_path / "studies/first").mkdir(parents=True)
-    with (
-        FileLock(tmp_path / "studies/first/study.lock"),
-        pytest.raises(ValueError, match="is being run by another process"),
-    ):
+def test_two_processes_cannot_run_one_study(study_file, calls, no_page, tmp_path):
+    assert main([str(study_file), "seeds=[0]"]) == 0
+    running = tmp_path / "studies/first/runs/no-speculation-s0"
+    (running / "metrics.jsonl").unlink()
+    with FileLock(running / "run.lock"), pytest.raises(ValueError, match="is being run by another process"):
         main([str(study_file)])
 
 
@@ -195,12 +191,18 @@ def test_a_folder_of_another_study_is_refused(study_file, calls, no_page, tmp_pa
 
 
 def test_what_is_wrong_with_an_arm_is_said_before_anything_runs(study_file, monkeypatch):
-    monkeypatch.setattr("pipelines.preflight.check_run", refuse)
+    monkeypatch.setattr("pipelines.preflight.find_problems", refuse)
     with pytest.raises(ConfigError) as error:
-        check_arms(load_study(study_file))
-    assert error.value.problems == ["no drafter (in arm 'no speculation')"]
+        check_arms(load_study(study_file), quick=False)
+    assert error.value.problems == ["init: (in 'generic')", "no drafter (in 'no speculation')"]
 
 
-def refuse(config, resume):
-    if config.drafter is None:
-        raise ConfigError(["no drafter"])
+def test_data_that_an_initialisation_lacks_is_named_before_anything_runs(study_file):
+    study_file.with_name("prompts.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"init\.source.*prompts\.jsonl.*\(in 'generic'\)"):
+        check_arms(load_study(study_file), quick=True)
+
+
+def refuse(config, resume, command, quick):
+    assert resume, "its folder may exist"
+    return ["init:"] if command == "init" else ["no drafter"] if config.drafter is None else []

@@ -8,7 +8,7 @@ from cotrain.config.errors import ConfigError
 from cotrain.config.load import write_config
 from cotrain.run.checkpoint import SCHEMA
 from cotrain.run.run_dir import RunDir
-from pipelines.ablate.jobs import next_action, restore_state, save_state
+from pipelines.ablate.command import next_action, restore_state, save_state
 from pipelines.ablate.plan import load_study
 
 
@@ -32,10 +32,10 @@ def make_run(run, steps: int = 0, checkpoint: int | None = None) -> None:
         (3, None, "finished", "finished"),
         (2, 2, "missing", "resume"),
         (2, 2, "failed", "resume"),
-        (2, None, "missing", "start over"),
+        (2, None, "missing", "start"),
         (3, 3, "missing", "resume"),  # killed after its last step
-        (3, 3, "failed", "start over"),  # its final check failed
-        (2, None, "finished", "start over"),  # its files were deleted by hand
+        (3, 3, "failed", "start"),  # its final check failed
+        (2, None, "finished", "start"),  # its files were deleted by hand
     ],
 )
 def test_a_run_is_resumed_when_it_can_be(run, steps, checkpoint, status, action):
@@ -56,7 +56,7 @@ def test_an_initialisation_is_made_once(study_file):
     assert next_action(init) == "start"
     make_run(init)
     (init.folder / "config.json").unlink()
-    assert next_action(init) == "start over"
+    assert next_action(init) == "start"
     write_config(init.config, init.folder / "config.json")
     assert next_action(init) == "resume"
     (init.folder / "init.json").write_text("{}")

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
-from pipelines.page.page import Page
+from pipelines.page.page import Section
 
 Row = dict[str, Any]
 
@@ -82,14 +82,13 @@ def write_study(folder: Path, arms: Sequence[dict[str, Any]], lengths: dict[str,
     return folder
 
 
-def words(page: Page) -> str:
+def words(sections: Iterable[Section]) -> str:
     """All text of a page."""
-    found = [page.title, *page.paragraphs]
-    for section in page.sections:
-        found += [section.title, section.text]
+    found = []
+    for section in sections:
+        found += [section.title, section.text, section.numbers]
         if section.table is not None:
             found += [str(cell) for row in section.table.itertuples(index=False) for cell in row]
-        found += [text for plot in section.plots for text in (plot.title, plot.text, plot.numbers)]
     return "\n".join(found)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.page.record import RunRecord, drafter_marks, read_run
+from pipelines.page.record import RunRecord, read_run
 from tests.pipelines.page.conftest import row, write_run
 
 
@@ -20,19 +20,6 @@ def test_a_metric_that_no_step_measured_is_a_column_of_nan(tmp_path: Path) -> No
     run = run_with(tmp_path, policy__reward=[None, None])
     assert run.column("policy/reward").isna().tolist() == [True, True]
     assert run.column("no/such").isna().tolist() == [True, True]
-
-
-def test_decisions_are_marked_in_their_steps(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [row(step) for step in range(1, 5)])
-    decided = [(1, "published"), (2, "alarm"), (2, "kept back"), (4, "rolled back")]
-    lines = [json.dumps({"step": step, "kind": kind, "version": 1, "reason": ""}) + "\n" for step, kind in decided]
-    (folder / "decisions.jsonl").write_text("".join(lines))
-    marks = drafter_marks(read_run(folder))
-    assert {label: marked[marked].index.tolist() for label, marked in marks.items()} == {
-        "new drafter after this step": [1],
-        "candidate kept back": [2],
-        "rolled back after this step": [4],
-    }
 
 
 def test_a_run_that_was_killed_while_writing_is_read(tmp_path: Path) -> None:
@@ -56,7 +43,6 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path, rows: list | None) -> 
     [
         ("config.json", "{", r"config.json is not JSON"),
         ("metrics.jsonl", '{"step": 1}\n{"step\n', r"metrics.jsonl: a line is not valid JSON"),
-        ("provenance.json", "{", r"provenance.json is not JSON"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, message: str) -> None:

@@ -13,7 +13,7 @@ from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from pipelines.cli import main
 from pipelines.page.page import REPORT
-from pipelines.train.joint import _finish, _write_report
+from pipelines.train.run import _write_report, finish
 from tests.pipelines.page.conftest import arm, row, write_run, write_study
 
 
@@ -81,8 +81,7 @@ def test_the_end_of_a_run_names_its_report_and_what_to_do_next(root: Path, steps
     assert max(map(len, lines)) <= 120
     at = lines.index("")
     at = lines.index("", at + 1)
-    room = "runs/first (0.0 GiB, of them 0.0 of checkpoints)"
-    assert lines[at + 1 : at + 3] == [f"  run folder   {room}", "  report       runs/first/report/report.html"]
+    assert lines[at + 1 : at + 3] == ["  run folder   runs/first", "  report       runs/first/report/report.html"]
     assert (root / "first" / "report" / "report.md").is_file()
     assert (
         "  drafter      models:/llama-drafter@serving in MLflow; serves in stock vLLM as it is" in lines
@@ -108,6 +107,6 @@ def ended_run(root: Path, finished: bool) -> str:
         controller.step = len(read_rows(run_dir.metrics))
         controller.records = Mock(tracker=tracker, console=Console(stream))
         controller.roles.engines.describe_speculation.return_value = ["k=2 (fixed)", "k=2 (fixed)"]
-        _finish(controller, finished, Mock(passed=True))
+        finish(controller, finished, Mock(passed=True))
     tracker.finish.assert_called_once_with("FINISHED" if finished else "KILLED")
     return stream.getvalue()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cotrain.run.run_dir import RunDir
-from pipelines.page.page import Plot
+from pipelines.page.page import Section
 from pipelines.page.record import read_run
-from pipelines.train.report import run_facts, run_page, write_run_report
+from pipelines.train.report import run_facts, run_sections, write_run_report
 from tests.pipelines.page.conftest import images, row, words, write_run
 
 
@@ -17,8 +17,9 @@ def facts(folder: Path) -> dict[str, str]:
     return run_facts(read_run(folder))
 
 
-def plots(folder: Path) -> dict[str, Plot]:
-    return {plot.name: plot for section in run_page(read_run(folder)).sections for plot in section.plots}
+def plots(folder: Path) -> dict[str, Section]:
+    """The sections of a run's page, by the name of their figure."""
+    return {section.image.removesuffix(".png"): section for section in run_sections(read_run(folder)) if section.title}
 
 
 @pytest.fixture
@@ -37,10 +38,10 @@ def test_headline_facts(full: Path) -> None:
         "lossless": "not checked in this run, as no check held 100 speculated tokens (cotrain verify checks the engine)",
         "speed": "decoding 0.93 -> 1.00 times no speculation, by step times measured in this run",
     }
-    page = run_page(read_run(full))
-    assert page.sections[0].table is not None
-    assert page.sections[0].table.to_dict("tight")["data"] == [list(fact) for fact in facts(full).items()]
-    assert page.paragraphs[1].endswith(", 12 steps in 6m, 12,000 tokens generated")
+    head, short, *_ = run_sections(read_run(full))
+    assert short.table is not None
+    assert short.table.to_dict("tight")["data"] == [list(fact) for fact in facts(full).items()]
+    assert ", 12 steps in 6m, 12,000 tokens generated\n" in head.text
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_proposers_are_told_apart(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows)
     told = {label.strip(): text for label, text in facts(folder).items()}
     assert told["from history"] == "60 of 200 draft tokens accepted   (30%)"
-    assert told["from the drafter"] == "40 of 100 draft tokens accepted   (40%)"
+    assert told["from drafter"] == "40 of 100 draft tokens accepted   (40%)"
 
 
 CHECKED = {"lossless__passed": 1.0, "lossless__tokens": 2048.0, "lossless__speculated_tokens": 1500.0}
@@ -145,7 +146,7 @@ def test_every_figure_of_the_page_is_beside_it_with_its_numbers(full: Path) -> N
     figure = plots(full)["acceptance_length"].figure
     assert figure is not None
     drawn = {line.get_label() for line in figure.axes[0].lines}
-    assert drawn >= {"served", "expected on unseen rollouts", "new drafter after this step"}
+    assert drawn >= {"served", "expected on unseen rollouts", "published"}
 
 
 def test_a_cell_of_a_table_stays_one_cell(full: Path) -> None:
@@ -184,8 +185,8 @@ def test_many_decisions_are_told_of_and_not_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [row(step) for step in range(1, 41)])
     lines = [{"step": step, "kind": "kept back", "version": 1, "reason": f"reason {step}."} for step in range(1, 41)]
     (folder / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = words(run_page(read_run(folder)))
-    assert "28 earlier decisions are in decisions.jsonl." in text
+    text = words(run_sections(read_run(folder)))
+    assert "All are in decisions.jsonl." in text
     assert "reason 29." in text and "reason 28." not in text
 
 
@@ -199,7 +200,7 @@ def test_a_run_without_a_drafter_says_so(tmp_path: Path) -> None:
     metrics = ("policy/reward", "time/step_s", "time/generate_s", "versions/policy")
     rows = [{"step": step} | {name: row(step)[name] for name in metrics} for step in (1, 2, 3)]
     folder = write_run(tmp_path / "plain", rows, drafter=None)
-    assert "This run has no drafter" in words(run_page(read_run(folder))) and list(facts(folder)) == ["reward"]
+    assert "This run has no drafter" in words(run_sections(read_run(folder))) and list(facts(folder)) == ["reward"]
     assert "acceptance_length" not in plots(folder)
     assert plots(folder)["response_length"].figure is None
 
@@ -208,7 +209,7 @@ def test_a_frozen_drafter_has_no_loss_to_draw(tmp_path: Path) -> None:
     rows = [row(step, drafter__loss=None, drafter__published=0.0, versions__drafter=0) for step in (1, 2, 3)]
     folder = write_run(tmp_path / "frozen", rows, drafter={"model": {"type": "eagle3"}, "train": False})
     assert plots(folder)["drafter_loss"].figure is None
-    assert "frozen eagle3" in run_page(read_run(folder)).paragraphs[1]
+    assert "frozen eagle3" in next(run_sections(read_run(folder))).text
 
 
 @pytest.mark.parametrize("value", [None, "missing"])
@@ -219,15 +220,15 @@ def test_nothing_measured_is_words_not_an_empty_figure(tmp_path: Path, value: st
     page = write_run_report(folder)
     assert images(page) == {}
     assert not list(page.parent.glob("*.png"))
-    assert all(plot.text for plot in plots(folder).values())
+    assert all(plot.text or plot.table is not None for plot in plots(folder).values())
 
 
 def test_metrics_that_are_null_in_some_steps(tmp_path: Path) -> None:
     names = [name for name in row(1) if name != "step"]
     rows = [row(step) | {names[(step + i) % len(names)]: None for i in range(5)} for step in range(1, 60)]
-    for plot in plots(write_run(tmp_path / "holes", rows)).values():
-        assert plot.figure is not None
-        assert plot.figure.axes[0].has_data()
+    holes = plots(write_run(tmp_path / "holes", rows)).values()
+    assert all(plot.figure.axes[0].has_data() for plot in holes if plot.figure)
+    assert sum(plot.figure is not None for plot in holes) == 7
 
 
 def test_the_stages_of_a_step_add_up_to_it(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_the_stages_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     assert plot.figure is not None
     drawn = {str(line.get_label()): list(line.get_ydata()) for line in plot.figure.axes[0].lines}
     assert drawn == {"rollouts": [1, 2, 3], "policy and drafter training": [9, 9, 9], "rest": [20, 19, 18]}
-    assert "rollouts 7 %, policy and drafter training 30 %, rest 63 %" in plot.text
+    assert "rollouts 7%, policy and drafter training 30%, rest 63%" in plot.text
 
 
 def test_decisions_are_marked_and_told(tmp_path: Path) -> None:
@@ -251,14 +252,14 @@ def test_decisions_are_marked_and_told(tmp_path: Path) -> None:
         line = {"step": step, "kind": kind, "version": 1, "reason": reasons[kind], "numbers": {}}
         with (folder / "decisions.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-    text = words(run_page(read_run(folder)))
+    text = words(run_sections(read_run(folder)))
     assert all(reason in text for reason in reasons.values())
     figure = plots(folder)["acceptance_length"].figure
     assert figure is not None
     drawn = {str(line.get_label()): list(line.get_xdata()) for line in figure.axes[0].lines}
-    assert drawn["new drafter after this step"] == [2, 5]
-    assert drawn["candidate kept back"] == [4]
-    assert drawn["rolled back after this step"] == [6]
+    assert drawn["published"] == [2, 5]
+    assert drawn["kept back"] == [4]
+    assert drawn["rolled back"] == [6]
 
 
 def test_lag_and_idle_shares_are_drawn(tmp_path: Path) -> None:
@@ -267,12 +268,12 @@ def test_lag_and_idle_shares_are_drawn(tmp_path: Path) -> None:
     shares = {"idle/rollout_0": 0.0, "idle/policy": 0.6}
     rows = [one | shares | {"stream/groups_running": 2.0} for one in rows]
     found = plots(write_run(tmp_path / "run", rows, stream={"max_policy_lag": 1}))
-    lag, idle = found["lag"].figure, found["idle"].figure
+    lag, idle = found["policy_lag"].figure, found["idle_time"].figure
     assert lag is not None and idle is not None
     drawn = {str(line.get_label()): list(line.get_ydata()) for line in lag.axes[0].lines}
     assert drawn == {"lag 0": [1.0, 0.3], "lag 1": [0.0, 0.7]}
     assert {str(line.get_label()) for line in idle.axes[0].lines} == {"rollout_0", "policy"}
-    assert found.keys() - plots(write_run(tmp_path / "synchronous", rows)).keys() == {"lag"}
+    assert found.keys() - plots(write_run(tmp_path / "synchronous", rows)).keys() == {"policy_lag"}
 
 
 def test_rows_of_the_task_that_were_left_out_are_told(tmp_path: Path) -> None:

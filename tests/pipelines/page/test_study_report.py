@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from pipelines.ablate.report import COMPARED, comparison, read_study, study_page, write_study_report
-from pipelines.page.page import Page
+from pipelines.ablate.report import COMPARED, comparison, read_study, study_sections, write_study_report
+from pipelines.page.page import Section
 from tests.pipelines.page.conftest import arm, images, words, write_study
 
 
@@ -37,8 +37,8 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
     return comparison(read_study(folder)).to_dict("records")
 
 
-def page_of(folder: Path) -> Page:
-    return study_page(read_study(folder))
+def page_of(folder: Path) -> list[Section]:
+    return list(study_sections(read_study(folder)))
 
 
 @pytest.fixture
@@ -94,8 +94,7 @@ def test_the_report_shows_arms_with_the_table_in_files(whole: Path) -> None:
 
 
 def test_arms_differ_without_colour(whole: Path) -> None:
-    plots = [plot for section in page_of(whole).sections for plot in section.plots]
-    figure = next(plot.figure for plot in plots if plot.name.startswith("acceptance_length"))
+    figure = next(section.figure for section in page_of(whole) if section.image.startswith("acceptance_length"))
     assert figure is not None
     axes = figure.axes[0]
     lines = [line for line in axes.lines if line.get_label() in LENGTHS]
@@ -139,8 +138,8 @@ def test_a_study_with_nothing_finished_has_no_empty_figure(tmp_path: Path) -> No
 def test_more_arms_than_a_figure_can_tell_apart_are_in_two(tmp_path: Path) -> None:
     arms = [arm(f"rate-{i}", policy={"model": "tiny:llama", "kl_coefficient": i}) for i in range(9)]
     page = page_of(write_study(tmp_path / "s", arms, {}))
-    found = {plot.name: plot.numbers.count(" first, ") for section in page.sections for plot in section.plots}
-    assert (found["acceptance_length_1"], found["acceptance_length_2"]) == (7, 2)
+    found = {section.image: section.numbers.count(" first, ") for section in page}
+    assert (found["acceptance_length_1.png"], found["acceptance_length_2.png"]) == (7, 2)
 
 
 def test_a_study_that_is_no_json_is_refused(whole: Path) -> None:
