@@ -50,6 +50,13 @@ quotes may be left out, and `none` unsets an optional field or section:
 Fields of a configuration
 =========================
 """
+INIT_EPILOG = """\
+Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/guide/initialisation.md.
+
+  cotrain init configs/smoke.toml name=first-drafter init.tokens=5000
+  cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter
+  cotrain init --resume first-drafter
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,21 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except RunFailure as failure:
-        print(f"cotrain: {failure}", file=sys.stderr)
-        return 1
+        return _fail(failure, 1)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in OWN_PACKAGES:
             raise
-        print(
-            f"cotrain: {error.name} is not installed; commands need cotrain[trainer] (docs/guide/sidecar.md)",
-            file=sys.stderr,
-        )
-        return 2
+        return _fail(f"{error.name} is not installed; commands need cotrain[trainer] (docs/guide/sidecar.md)", 2)
     except (ValueError, OSError) as error:
         if not _is_message_to_the_user(error):
             raise
-        print(f"cotrain: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
     except KeyboardInterrupt:
         if argv is None:  # this is the process of the command
             sys.stdout.flush()
@@ -96,56 +97,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _fail(message: object, status: int) -> int:
+    print(f"cotrain: {message}", file=sys.stderr)
+    return status
+
+
 def _is_message_to_the_user(error: Exception) -> bool:
     """Whether our own code has raised this error, for something that a user can fix. Errors of a library are defects."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return (frame.f_globals.get("__package__") or "").partition(".")[0] in OWN_PACKAGES
 
 
-INIT_EPILOG = """\
-Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/guide/initialisation.md.
-
-  cotrain init configs/smoke.toml name=first-drafter init.tokens=5000
-  cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter
-  cotrain init --resume first-drafter
-"""
-
-
 def init(arguments: Sequence[str]) -> int:
     from pipelines.preflight import read_command_line
 
     description = "Train a drafter on rollouts of the policy, before RL: in-domain initialisation."
-    asked = read_command_line("init", arguments, description, INIT_EPILOG)
-    if asked is None:
+    if (run := read_command_line("init", arguments, description, INIT_EPILOG)) is None:
         return 0
     from pipelines.initialise.pipeline import initialise
 
-    return initialise(*asked)
+    return initialise(*run)
 
 
 def train(arguments: Sequence[str]) -> int:
+    from cotrain.config.errors import help_text
     from pipelines.preflight import check_run, read_command_line
 
-    epilog = TRAIN_EPILOG
-    if {"-h", "--help"} & set(arguments):
-        from cotrain.config.errors import help_text
-
-        epilog += help_text()
     description = "Train a policy, and beside it the drafter that its rollouts speculate with."
-    asked = read_command_line("train", arguments, description, epilog)
-    if asked is None:
+    epilog = TRAIN_EPILOG + (help_text() if {"-h", "--help"} & set(arguments) else "")
+    if (run := read_command_line("train", arguments, description, epilog)) is None:
         return 0
-    check_run(*asked)
+    check_run(*run)
     from pipelines.train.joint import train as train_jointly
 
-    return train_jointly(*asked)
+    return train_jointly(*run)
 
 
 def report(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cotrain report",
-        description="Write the report of a run or a study into its report/ folder: report.html, the same as report.md, and its figures as PNGs; for "
-        "a study also its table as CSV.",
+        description="Write the report of a run or a study into its report/ folder: report.html, the same as report.md, and its "
+        "figures as PNGs; for a study also its table as CSV.",
     )
     parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
     options = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.rules import depth_problems
-from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig, default_run_root
+from cotrain.config.schema import DatasetTask, HistoryConfig, ReasoningGymTask, RolloutConfig, default_run_root
 from cotrain.config.surroundings import cache_problems
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
@@ -29,7 +29,7 @@ from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompts import apply_template, load_tokenizer
 from drafters.base import Drafter, TargetSpec
-from drafters.build import kind_of, load_drafter
+from drafters.build import load_drafter
 from pipelines.plan import BYTES, GIB
 
 TaskConfig = ReasoningGymTask | DatasetTask
@@ -47,19 +47,17 @@ def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: in
     parser.add_argument("--seed", type=at_least(0), default=0, help="of prompts and sampling (default %(default)s)")
     parser.add_argument("--tensor-parallel-size", type=at_least(1), help="ranks of an engine (1, or --config's)")
     parser.add_argument("--threads", type=at_least(1), default=threads.num_cores(), help="OpenMP threads (all cores)")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"a new folder (default {command}-<date> in the run root)"
-    )
+    text = f"a new folder (default {command}-<date> in the run root)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
 
 
 def at_least(least: int) -> Callable[[str], int]:
     """A type for argparse: a whole number that is not below `least`."""
 
     def whole_number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
-        return value
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return int(text)
 
     return whole_number
 
@@ -111,9 +109,7 @@ class EngineSetup:
 
     def with_history(self) -> "EngineSetup":
         """The same setup with an engine that also drafts from what it has generated."""
-        drafter = [] if self.drafter_folder is None else [{"type": kind_of(self.drafter_folder)}]
-        speculation = SpeculationConfig.model_validate({"proposers": [*drafter, {"type": "suffix"}]})
-        return replace(self, rollout=self.rollout.model_copy(update={"speculation": speculation}))
+        return replace(self, rollout=self.rollout.model_copy(update={"history": HistoryConfig()}))
 
 
 def prepare_engine(
@@ -128,9 +124,8 @@ def prepare_engine(
         model = resolve_model(args.model)
     except ValueError as error:
         raise ValueError(str(error).replace("policy.model:", "--model:")) from error
-    vllm = rollout.pop("vllm", {})
-    if args.tensor_parallel_size is not None:
-        vllm = vllm | {"tensor_parallel_size": args.tensor_parallel_size}
+    ranks = {} if args.tensor_parallel_size is None else {"tensor_parallel_size": args.tensor_parallel_size}
+    vllm = rollout.pop("vllm", {}) | ranks
     if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", vllm):
         raise ValueError("; ".join(problems).replace("rollout.vllm.tensor_parallel_size", "--tensor-parallel-size"))
     target = TargetSpec.from_pretrained(model)
@@ -147,14 +142,15 @@ def prepare_engine(
     values = 2 * (target.num_layers + 1) * target.num_key_value_heads * target.head_dim  # the drafter's layer included
     # Room for twice the largest batch: nothing waits and nothing is preempted.
     kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * values * BYTES[args.dtype]
-    sizes = {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)}
     config = RolloutConfig(
         prompts_per_step=batch,
         samples_per_prompt=1,
         max_prompt_tokens=longest + rollout["num_speculative_tokens"] + 1,
         max_new_tokens=args.tokens,
         dtype=args.dtype,
-        vllm={"kv_cache_memory_bytes": max(GIB, kv_bytes)} | vllm | sizes,
+        vllm={"kv_cache_memory_bytes": max(GIB, kv_bytes)}
+        | vllm
+        | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
         **rollout,
     )
     folder, drafter = None, None

@@ -1,6 +1,6 @@
 """The command line of a run, and what can be checked before any model loads. All problems are reported at once.
 
-Each check raises ValueError (ConfigError for several problems) or returns the problems, each with the field and the fix.
+Each check raises ValueError or yields its problems, each with the field and the fix.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,17 @@ from cotrain.config.schema import (
     MIN_ROLLOUTS,
     DatasetSource,
     DatasetTask,
+    DrafterConfig,
     PolicyRollouts,
     ReasoningGymTask,
     RecordedRollouts,
     RunConfig,
 )
-from cotrain.config.surroundings import cache_problems
+from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.engine.tap_admission import fewest_tapped, row_bytes
 from cotrain.models.loading import has_linear_attention, has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
+from cotrain.process.scratch import SHARED_MEMORY
 from cotrain.run.mlflow_store import URI_VARIABLE, check_uri, tracking_uri
 from cotrain.run.provenance import machine
 from cotrain.run.run_dir import resume_arguments
@@ -39,7 +41,6 @@ from cotrain.tasks.rewards import load_reward
 from drafters.files import read_config, safetensors_header, weight_files
 from pipelines.plan import BYTES, GIB, plan
 
-Check = Callable[..., list[str] | None]
 TRAINING_BYTES = 12
 """Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
 POLICY_UPDATES_HELD = 2
@@ -66,15 +67,14 @@ def read_command_line(
     parser.add_argument("--dry-run", action="store_true", help="check, print the whole configuration as TOML, and stop")
     parser.add_argument("--resume", metavar="NAME", help="continue this run; CONFIG and overrides come after its own")
     if train:
-        text = "with --dry-run: also print what would run where on N equal nodes, its memory, and the bytes it sends"
+        text = "with --dry-run: also print what would run where on N equal nodes, and its memory"
         parser.add_argument("--nodes", type=int, metavar="N", help=text)
         parser.add_argument("--gpus-per-node", type=int, metavar="M", help="GPUs of each of these nodes")
-    parsed = parser.parse_intermixed_args(arguments)
-    cluster: list[int] = [n for n in (parsed.nodes, parsed.gpus_per_node) if n is not None] if train else []
-    if cluster and not (parsed.dry_run and len(cluster) == 2 and cluster[0] >= 1 and cluster[1] >= 0):
+    parsed = parser.parse_intermixed_args(arguments, argparse.Namespace(nodes=None, gpus_per_node=None))
+    nodes, gpus, resume = parsed.nodes, parsed.gpus_per_node, parsed.resume is not None
+    if (nodes, gpus) != (None, None) and not (parsed.dry_run and (nodes or 0) >= 1 and gpus is not None and gpus >= 0):
         line = "--nodes, --gpus-per-node: they describe a cluster of 1 node or more; give both beside --dry-run, or neither"
         raise ConfigError([line])
-    resume = parsed.resume is not None
     if not parsed.config and not resume:
         example = f"for example configs/smoke.toml; see cotrain {command} --help"
         raise ConfigError([f"CONFIG: no configuration given, {example}"])
@@ -84,9 +84,9 @@ def read_command_line(
     if not parsed.dry_run:
         return config, resume
     print(to_toml(config), flush=True)
-    problems = find_problems(config, resume, command, quick=True, on_this_machine=not cluster)
-    if cluster:
-        problems += _problems(lambda: print(plan(config, *cluster)))
+    problems = find_problems(config, resume, command, quick=True, on_this_machine=nodes is None)
+    if nodes is not None:
+        problems += _problems(lambda: print(plan(config, nodes, gpus)))
     if problems:
         raise ConfigError(problems)
     print("# no problem found; what has to be downloaded or built, and drafter.init, are checked when the run starts")
@@ -114,21 +114,23 @@ def find_problems(
     """
     if on_this_machine and (problems := cache_problems()):
         return problems
-    problems = []
+    problems, train, drafter = [], command == "train", config.drafter
     if not resume and (config.run_root / config.name).exists():
         problems.append(
             f"name: run {config.name!r} is already in {config.run_root}; continue it with "
             f"{resume_arguments(config.run_root, config.name)}, or choose another name=..."
         )
-    if command == "init" and config.drafter is None:
+    if not train and drafter is None:
         problems.append(
             'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "mtp" or "draft_model"'
         )
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))
-    here: list[Check] = [_check_device, _check_run_root] if on_this_machine else []
-    for check in (_check_vllm, *here, *([_check_reward] if command == "train" else [])):
-        problems += _problems(check, config)
+    problems += _problems(_check_vllm, config)
+    if on_this_machine:
+        problems += _problems(_check_device, config) + _problems(_check_run_root, config)
+    if train and isinstance(config.task, DatasetTask):
+        problems += _problems(load_reward, config.task.reward)
     model = None
     try:
         if not (quick and has_to_be_fetched(config.policy.model)):
@@ -138,50 +140,48 @@ def find_problems(
     problems += _problems(_check_data, config, model, command, quick)
     if model is None:
         return problems
-    checks: list[Check] = [_check_model, *([_check_space] if command == "train" and on_this_machine else [])]
-    if config.drafter is not None:
-        checks += [_check_drafter_shape, _check_tap, *([] if resume or quick else [_check_drafter_init])]
-    return problems + [line for check in checks for line in _problems(check, config, model)]
+    problems += _problems(_check_model, config, model)
+    if train and on_this_machine:
+        problems += _problems(_check_space, config, model)
+    if drafter is not None:
+        own = [_check_drafter_init] if not (resume or quick) and (drafter.init or native_head(model)) else []
+        for check in (_check_drafter_shape, _check_tap, *own):
+            problems += _problems(check, config, drafter, model)
+    return problems
 
 
-def _problems(check: Check, *arguments: Any) -> list[str]:
+def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
+    """What a check yields or raises."""
+    found: list[str] = []
     try:
-        return check(*arguments) or []
-    except ConfigError as error:
-        return error.problems
+        result = check(*arguments)
+        found += result if isinstance(result, Iterator) else ()
     except ValueError as error:
-        return [str(error)]
+        found.append(str(error))
+    return found
 
 
-def _check_vllm(config: RunConfig) -> list[str]:
+def _check_vllm(config: RunConfig) -> Iterator[str]:
     """vLLM is installed, knows every key of rollout.vllm, and no environment variable makes its speculation lossy."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        return ["vLLM is not installed; run `make setup`"]
-    lossy = environment_problems(os.environ) if config.speculates else ()
-    problems = [f"{name}: {message}" for name, message in lossy]
+        raise ValueError("vLLM is not installed; run `make setup`")
+    for name, message in environment_problems(os.environ) if config.speculates else ():
+        yield f"{name}: {message}"
     # The fields of its argument classes are read from the source, because importing it takes 5 s.
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
     known = re.findall(r"^    (\w+):", source, re.MULTILINE)
-    return problems + [
-        f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
-        for key in config.rollout.vllm
-        if key not in known
-    ]
+    for key in (key for key in config.rollout.vllm if key not in known):
+        yield f"rollout.vllm.{key}: vLLM has no such engine argument{did_you_mean(key, known, 'rollout.vllm')}"
 
 
 def _check_device(config: RunConfig) -> None:
     """This machine has a GPU if vLLM's build is for one, and as many as the run needs. Nodes of a cluster are not checked."""
     gpus = len(machine()["gpus"]) * (engine_device() == "cuda")
-    if config.cluster.address is None and engine_device() == "cuda" and not gpus:
-        raise ValueError("vLLM is installed for GPUs, but there is none; run `make setup` again, for its CPU build")
     if config.cluster.address is None:
+        if engine_device() == "cuda" and not gpus:
+            raise ValueError("vLLM is installed for GPUs, but there is none; run `make setup` again, for its CPU build")
         place(config, [gpus])
-
-
-def _check_reward(config: RunConfig) -> None:
-    if isinstance(config.task, DatasetTask):
-        load_reward(config.task.reward)
 
 
 def _check_data(config: RunConfig, model: Path | None, command: str, quick: bool) -> None:
@@ -200,7 +200,7 @@ def _check_data(config: RunConfig, model: Path | None, command: str, quick: bool
 
 
 def _check_run_root(config: RunConfig) -> None:
-    root = _run_root(config)
+    root = nearest(config.run_root)
     try:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
@@ -209,96 +209,76 @@ def _check_run_root(config: RunConfig) -> None:
         ) from None
 
 
-def _run_root(config: RunConfig) -> Path:
-    """The run root, or the first folder above it that is there."""
-    wanted = config.run_root.absolute()
-    return next(folder for folder in (wanted, *wanted.parents) if folder.exists())
-
-
-def _check_model(config: RunConfig, model: Path) -> list[str]:
+def _check_model(config: RunConfig, model: Path) -> Iterator[str]:
     """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
-    problems: list[str] = []
     if config.policy.batching == "packed" and has_linear_attention(model):
-        problems += ['policy.batching: linear attention reads on from one packed rollout into the next; set "padded"']
-    problems += serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
+        yield 'policy.batching: linear attention reads on from one packed rollout into the next; set "padded"'
+    yield from serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
-        problems.append(
+        yield (
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "
             f"num_speculative_tokens + 1 = {rollout.num_speculative_tokens + 1} spare positions, is above the "
             f"{longest} of {config.policy.model}; lower one of them"
         )
-    return problems
 
 
-def _check_space(config: RunConfig, model: Path) -> list[str]:
+def _check_space(config: RunConfig, model: Path) -> Iterator[str]:
     """The run root holds the checkpoints, and shared memory the policy updates."""
     tensors = (tensor for path in weight_files(model) for tensor in safetensors_header(path).values())
     parameters = sum(prod(tensor["shape"]) for tensor in tensors)
     copies = config.checkpoint.keep_last + 1  # the next checkpoint is written before the oldest is deleted
-    shared, update = Path("/dev/shm"), POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype]
-    problems = []
-    if short := _shortage(_run_root(config), copies * parameters * TRAINING_BYTES):
-        problems.append(
-            f"run_root: {copies} checkpoints of {config.policy.model} take {short}; lower checkpoint.keep_last, or set "
-            "run_root to a larger disk"
-        )
-    if os.access(shared, os.W_OK) and (short := _shortage(shared, update)):
-        problems.append(
+    if short := _shortage(config.run_root, copies * parameters * TRAINING_BYTES):
+        fix = "lower checkpoint.keep_last, or set run_root to a larger disk"
+        yield f"run_root: {copies} checkpoints of {config.policy.model} take {short}; {fix}"
+    updates = POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype]
+    if os.access(SHARED_MEMORY, os.W_OK) and (short := _shortage(SHARED_MEMORY, updates)):
+        yield (
             f"policy.model: policy updates take {short} (for the one that is served and the one that is written); "
             "enlarge it (docker run --shm-size)"
         )
-    return problems
 
 
 def _shortage(folder: Path, needed: int) -> str | None:
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(nearest(folder)).free
     return None if free >= needed else f"{needed / GIB:.1f} GiB, but {folder} has {free / GIB:.1f} free"
 
 
-def _check_drafter_shape(config: RunConfig, model: Path) -> list[str]:
+def _check_drafter_shape(config: RunConfig, drafter: DrafterConfig, model: Path) -> Iterator[str]:
     """A drafter of this kind and shape fits the target."""
     from drafters.base import TargetSpec
     from drafters.build import kind_of, shape_problems
 
-    assert config.drafter is not None
-    kind, head = config.drafter.model.type, native_head(model)
-    problems = shape_problems(config.drafter.model, TargetSpec.from_pretrained(model))
+    kind, head = drafter.model.type, native_head(model)
+    yield from shape_problems(drafter.model, TargetSpec.from_pretrained(model))
     if head is not None and (own := kind_of(head)) != kind:
-        problems.append(
+        yield (
             f'drafter.model.type: {config.policy.model} brings a drafter of its own, of type "{own}", which beside one '
             f'of type "{kind}" would go stale as the policy moves; set type = "{own}", which trains it'
         )
-    return problems
 
 
-def _check_drafter_init(config: RunConfig, model: Path) -> None:
+def _check_drafter_init(config: RunConfig, drafter: DrafterConfig, model: Path) -> None:
     """The first drafter is whole, was made for this target, and has the shape that the configuration asks for."""
-    assert config.drafter is not None
-    init = config.drafter.init
-    if not init and native_head(model) is None:
-        return
     from cotrain.run.registry import first_drafter
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
     with tempfile.TemporaryDirectory() as scratch:
-        folder = first_drafter(tracking_uri(config), init, model, Path(scratch) / "drafter")
-        assert folder is not None
+        folder = first_drafter(tracking_uri(config), drafter.init, model, Path(scratch) / "drafter")
         try:
-            load_drafter(folder, TargetSpec.from_pretrained(model), config.rollout.num_positions, config.drafter.model)
+            if folder is not None:
+                load_drafter(folder, TargetSpec.from_pretrained(model), config.rollout.num_positions, drafter.model)
         except ValueError as error:
-            raise ValueError(f"{'drafter.init' if init else 'policy.model'}: {error}") from error
+            raise ValueError(f"{'drafter.init' if drafter.init else 'policy.model'}: {error}") from error
 
 
-def _check_tap(config: RunConfig, model: Path) -> None:
+def _check_tap(config: RunConfig, drafter: DrafterConfig, model: Path) -> None:
     """The feature tap has room for a rollout of full length, and in each step for as many as the gate needs."""
-    assert config.drafter is not None
-    drafter, bound = config.drafter, config.rollout.features.max_bytes
     width = (drafter.model.num_aux_layers + 1) * read_config(model).get("hidden_size", 0)
     tapped = fewest_tapped(config.rollout, row_bytes(width, BYTES[config.rollout.dtype]))
     if drafter.train and drafter.gate.publish_when != "always" and tapped < MIN_ROLLOUTS:
         raise ValueError(
-            f"rollout.features.max_bytes: {bound} holds {tapped} rollouts of full length a step, and drafter.gate "
-            f'needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
+            f"rollout.features.max_bytes: {config.rollout.features.max_bytes} holds {tapped} rollouts of full length a step, and "
+            f'drafter.gate needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
         )

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -75,17 +75,16 @@ def type_name(field: dict[str, Any]) -> str:
     return f"{name} {limits}".rstrip()
 
 
-def help_text(width: int = 100, root: type[Section] = RunConfig) -> str:
-    """Every field, grouped by section, with its docstring wrapped to `width` columns."""
+def help_text(root: type[Section] = RunConfig) -> str:
+    """Every field, grouped by section, with its docstring wrapped to 100 columns."""
     blocks = []
     for block in walk_sections(root):
-        title = f"[{block.path}]" if block.path else "(top level)"
-        title += f'  type = "{block.kind}"' if block.kind else ""
-        lines = [title, *_wrap(block.section.__doc__ or "", "  ", width)]
+        title = (f"[{block.path}]" if block.path else "(top level)") + f'  type = "{block.kind}"' * bool(block.kind)
+        lines = [title, _wrapped(block.section.__doc__ or "", "  ")]
         for name, field in block.fields.items():
             if name != "type" or not block.kind:
                 lines.append(f"  {name}  ({type_name(field)}, {_default(field)})")
-                lines += _wrap(field["description"], "      ", width)
+                lines.append(_wrapped(field["description"], "      "))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -97,9 +96,9 @@ def _default(field: dict[str, Any]) -> str:
     return "default none" if field["default"] is None else f"default {json.dumps(field['default'])}"
 
 
-def _wrap(text: str, indent: str, width: int) -> list[str]:
+def _wrapped(text: str, indent: str) -> str:
     text = " ".join(text.split())
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 class ConfigError(ValueError):
@@ -109,19 +108,6 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in self.problems)]))
-
-
-def together(*parts: Callable[[], Any]) -> list[Any]:
-    """Call all parts and return their results. Raises ConfigError listing the problems of every part that raised ValueError."""
-    results, problems = [], list[str]()
-    for part in parts:
-        try:
-            results.append(part())
-        except ValueError as error:
-            problems += error.problems if isinstance(error, ConfigError) else [str(error)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return results
 
 
 def validated(root: type[AnySection], fields: dict[str, Any]) -> AnySection:

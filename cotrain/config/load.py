@@ -46,9 +46,13 @@ def load(
 
 def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[Table]:
     """Return a table for each file, then one for each override. Raises ConfigError listing all that cannot be read."""
-    problems: list[str] = []
-    tables = [_read_toml(Path(file), problems) for file in files]
-    tables += [_read_override(override, problems) for override in overrides]
+    problems, tables = [], []
+    for read, texts in ((_read_toml, files), (_read_override, overrides)):
+        for text in texts:
+            try:
+                tables.append(read(str(text)))
+            except ValueError as error:
+                problems.append(str(error))
     if problems:
         raise ConfigError(problems)
     return tables
@@ -105,25 +109,21 @@ def _toml_value(value: Any) -> str:
     return re.sub(r'("(?:[^"\\]|\\.)*")(:?)', lambda match: match[1] + (" =" if match[2] else ""), text)
 
 
-def _read_toml(path: Path, problems: list[str]) -> Table:
-    """Return the file's table. What is wrong with the file is added to `problems`; the table is then empty."""
+def _read_toml(name: str) -> Table:
+    path = Path(name)
     if not path.is_file():
-        found = sorted(str(other) for other in path.parent.glob("*.toml"))
-        problems.append(f"{path}: no such file{did_you_mean(path, found)}")
-        return {}
+        others = sorted(str(other) for other in path.parent.glob("*.toml"))
+        raise ValueError(f"{path}: no such file{did_you_mean(path, others)}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        problems.append(f"{path}: not valid TOML: {error}")
-        return {}
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
 
 
-def _read_override(text: str, problems: list[str]) -> Table:
-    """Return the table of one `section.field=value`. What is wrong with it is added to `problems`; the table is then empty."""
+def _read_override(text: str) -> Table:
     path, equals, value = text.partition("=")
     if not equals or not all(re.fullmatch(r"\w[\w-]*", name) for name in path.split(".")):
-        problems.append(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
-        return {}
+        raise ValueError(f"{text}: not an override; write section.field=value, for example rollout.temperature=0.8")
     try:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:

@@ -37,9 +37,18 @@ REASONS = {
     "is sequence parallelism, with which no rank has whole hidden states for the feature tap; leave it out": (
         "enable_hc_sp compilation_config.pass_config.enable_sp"
     ),
-    "is another way to set speculative_config; set [drafter], rollout.num_speculative_tokens and "
-    "rollout.draft_sample_method": "spec_method spec_model spec_tokens",
-    "is set by cotrain, whose scheduler and worker depend on it; leave it out": "additional_config worker_cls",
+    "is set by cotrain: set policy.model": "model tokenizer",
+    "is set by cotrain: set rollout.dtype": "dtype",
+    "is set by cotrain: set seed": "seed",
+    "is set by cotrain: set rollout.max_prompt_tokens and rollout.max_new_tokens": "max_model_len",
+    "is set by cotrain: set [drafter], rollout.num_speculative_tokens and rollout.draft_sample_method": (
+        "speculative_config spec_method spec_model spec_tokens"
+    ),
+    "is set by cotrain: set policy.weight_transfer": "weight_transfer_config",
+    "is set by cotrain: its draft lengths, updates, feature tap and metrics depend on it; leave it out": (
+        "additional_config worker_cls worker_extension_cls scheduler_cls async_scheduling logprobs_mode disable_log_stats "
+        "per_request_spec_decode_metrics"
+    ),
     "runs a model runner in which cotrain's corrections of vLLM's sampling have no effect; set it to 0": (
         "VLLM_USE_V2_MODEL_RUNNER"
     ),
@@ -49,8 +58,11 @@ REASONS = {
 
 REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
-DIVISIONS = frozenset(name for name in REFUSED if "divides" in REFUSED[name] or "sequence parallelism" in REFUSED[name])
-"""Arguments that are refused even without speculation, because cotrain's worker cannot serve an engine divided like that."""
+OWNED = frozenset(name for name in REFUSED if "is set by cotrain" in REFUSED[name])
+ALWAYS_REFUSED = OWNED.union(
+    name for name in REFUSED if "divides" in REFUSED[name] or "sequence parallelism" in REFUSED[name]
+)
+"""Arguments that are refused even without speculation, because cotrain sets them or cannot serve an engine divided like that."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "bfloat16", "float16"),  # a plain cast gives a token the same entry in every batch
@@ -65,7 +77,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 def engine_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, reason and fix) for every vLLM engine argument known to be lossy, including those in nested tables."""
     for name, value in _dotted(arguments).items():
-        if name in REFUSED and value and value not in HARMLESS.get(name, ()):
+        if name in OWNED or (name in REFUSED and value and value not in HARMLESS.get(name, ())):
             use = f", or use {' or '.join(map(repr, HARMLESS[name]))}" if name in HARMLESS else ""
             yield name, f"{REFUSED[name]}{use}"
 

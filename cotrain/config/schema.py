@@ -47,17 +47,14 @@ class PolicyConfig(Section):
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""
     sharding: Literal["fsdp2"] | None = None
-    """fsdp2: each learner process holds a shard of weights, gradients and optimizer state, for a policy too large for one
-    GPU. Default: each process holds all of it (DDP)."""
+    """fsdp2: each learner process holds a shard of weights, gradients and optimizer state. Default: all of it (DDP)."""
     weight_transfer: Literal["files", "nccl", "ipc"] = "files"
-    """How weights reach the engines. files: over shared memory or a network, checked before any engine is changed, and undone
-    if one refuses. nccl: from GPU to GPU. ipc: within the one GPU that all roles share. nccl and ipc are vLLM's own: some of
-    the weights are compared afterwards, and an engine that differs is restarted."""
+    """How weights reach the engines. files: checked before any engine is changed, and undone if one refuses. nccl: from GPU to GPU.
+    ipc: within one shared GPU. After nccl and ipc some weights are compared, and an engine that differs is restarted."""
     advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
     """Advantage of a sample: its reward minus the mean of its prompt's samples (Dr. GRPO), also divided by their std (GRPO)."""
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """Mean over all response tokens (DAPO), mean of each rollout's mean (GRPO), or sum within each rollout divided by
-    max_new_tokens (Dr. GRPO)."""
+    """Mean over all response tokens (DAPO), of each rollout's mean (GRPO), or of its sum / max_new_tokens (Dr. GRPO)."""
     importance_ratio: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO), or geometric mean over the rollout (GSPO)."""
     old_log_probs: Literal["rollout", "recomputed"] = "rollout"
@@ -80,40 +77,27 @@ class PolicyConfig(Section):
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward and backward pass; gradients accumulate over as many passes as are needed."""
     batching: Literal["padded", "packed"] = "padded"
-    """padded: rollouts sorted by length and right-padded. packed: several rollouts share a row, kept apart by
-    position ids and a block-diagonal mask."""
+    """padded: rollouts right-padded, sorted by length. packed: several in a row, kept apart by a block-diagonal mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
 
 
-class DrafterProposer(Section):
-    """The drafter of [drafter], a model that proposes draft tokens."""
+class HistoryConfig(Section):
+    """An index of finished rollouts, which proposes the tokens that followed the same text before, alone or beside the drafter.
+    Each request drafts in each step from the one with the higher measured acceptance. Without this section there is no index."""
 
-    type: Literal["eagle3", "mtp", "draft_model"]
-    """The same as drafter.model.type."""
-
-
-class SuffixProposer(Section):
-    """An index of finished rollouts. It proposes the tokens that followed the same text before, and runs no model."""
-
-    type: Literal["suffix"]
-    """Kind of proposer."""
     max_bytes: PositiveInt = 2**28
-    """Most bytes of the index in each engine, at 24 to about 90 per token. A full index forgets the oldest rollouts until
-    half of it is free."""
+    """Most bytes of the index in each engine, at 24 to about 90 a token. When it is full, the oldest half is forgotten."""
 
 
 class SpeculationConfig(Section):
-    """What proposes draft tokens, and how many of them, up to rollout.num_speculative_tokens."""
+    """How many tokens are drafted, up to rollout.num_speculative_tokens."""
 
-    proposers: tuple[Annotated[DrafterProposer | SuffixProposer, Field(discriminator="type")], ...] = ()
-    """Proposers of draft tokens, chosen for each step by measured speed. Default: the drafter alone."""
     adaptive: bool = True
     """Choose the draft length, 0 included, while running: for each batch size, or for each request where an index of rollouts
     proposes. False always drafts num_speculative_tokens."""
     measure_seconds: PositiveFloat = 60.0
-    """Time limit for measuring step times at the start: after so many seconds no further batch of requests is measured, or after
-    twice as many if the times contradict each other."""
+    """Time limit for measuring step times at the start, doubled if the times contradict each other."""
 
 
 class FeatureTapConfig(Section):
@@ -153,17 +137,16 @@ class RolloutConfig(Section):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     """How the drafter proposes: its most likely token, or a sample from its distribution."""
     order: Literal["longest_first", "drawn"] = "longest_first"
-    """Order of a step's prompts. longest_first: those with the longest responses so far, so that a long response
-    does not run alone at the end. drawn: in the order in which the prompts were drawn."""
+    """Order of prompts. longest_first: longest responses so far first, so that none runs alone at the end. drawn: as drawn."""
     ignore_eos: bool = False
     """Do not stop at the end-of-sequence token, but generate up to max_new_tokens (for benchmarks)."""
     synchronous_batches: bool = False
     """Hand all requests of a step to the scheduler at once, so that batches are the same in every run."""
     features: FeatureTapConfig = FeatureTapConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    history: HistoryConfig | None = None
     vllm: dict[str, Any] = {}
-    """Any other vLLM engine argument, under vLLM's own name; for example kv_cache_memory_bytes, which is 1 GiB on a CPU
-    when it is not set."""
+    """Any other vLLM engine argument, under vLLM's own name; kv_cache_memory_bytes is 1 GiB on a CPU by default."""
 
     @property
     def max_model_len(self) -> int:
@@ -186,12 +169,6 @@ class RolloutConfig(Section):
         return int(self.vllm.get("tensor_parallel_size", 1))
 
     @property
-    def history(self) -> SuffixProposer | None:
-        """The index of rollouts that drafts come from, if there is one."""
-        suffixes = [proposer for proposer in self.speculation.proposers if isinstance(proposer, SuffixProposer)]
-        return suffixes[0] if suffixes else None
-
-    @property
     def rollouts_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
 
@@ -200,14 +177,12 @@ class StreamConfig(Section):
     """How far generation may run ahead of learning."""
 
     max_policy_lag: NonNegativeInt = 0
-    """Most policy versions between the one that generates a token and the one that trains on it. 0: synchronous. Above 0:
-    generation and learning overlap."""
+    """Most policy versions between generating a token and training on it. 0: synchronous. Above 0: both overlap."""
     on_swap: Literal["recompute", "finish", "keep_kv"] = "recompute"
     """Running rollouts when the policy's weights change. recompute: they continue under the new policy with a recomputed KV cache.
     finish: they end before the swap. keep_kv: they continue on the KV cache of the old policy."""
     reward_timeout_s: PositiveFloat = 60.0
-    """Seconds for the rewards of one prompt's samples, once the scoring process has started. On a timeout it is restarted, and the
-    samples are generated again."""
+    """Seconds for the rewards of one prompt's samples; then the scoring process restarts, and they are generated again."""
 
 
 class GateConfig(Section):
@@ -222,8 +197,7 @@ class AlarmConfig(Section):
     """Bounds beyond which a step counts as a failure of the drafter."""
 
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.15
-    """Share of the expected gain (expected acceptance length - 1) by which the served one may be lower, beyond noise. It allows
-    for the expectation being computed in float32, from features in the engine's number format."""
+    """Share of the expected gain (expected acceptance length - 1) by which the served one may be lower, beyond noise."""
 
 
 class DrafterBufferConfig(Section):
@@ -238,7 +212,7 @@ class DrafterOptimizerConfig(OptimizerConfig):
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate. The default suits random weights. A drafter that was trained before (drafter.init), or is cut from
-    the policy, may want less: docs/measurements/drafters.md has a case in which 3e-4 holds acceptance and the default does not."""
+    the policy, may want less, for example 3e-4 (docs/measurements/drafters.md)."""
 
 
 class DrafterConfig(Section):

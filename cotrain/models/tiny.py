@@ -1,9 +1,7 @@
 """The model tiny:llama, for tests and smoke runs: no network, no download, seconds on a CPU.
 
-Eight layers trained briefly to answer every prompt with text from an order-2 Markov chain over digits, letters and
-punctuation. The chain makes responses predictable enough that a drafter's acceptance length can rise, ends them now
-and then with the end-of-sequence token, and writes enough numbers that some arithmetic answers are right by chance.
-The tokenizer is one token per byte plus ChatML's special tokens.
+Eight layers answer every prompt with text from an order-2 Markov chain, which is predictable enough that a drafter's acceptance
+length can rise, ends now and then, and writes enough numbers that some arithmetic answers are right by chance.
 """
 
 from pathlib import Path
@@ -49,29 +47,21 @@ def build_tiny_model(folder: Path, seed: int = 0) -> None:
 
 
 def _random_model(num_layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # vLLM's CPU attention takes multiples of 32
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }  # vLLM's CPU attention takes multiples of 32
+    ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    return LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=num_layers, tie_word_embeddings=False, **sizes, **heads, **ids)
     )
-    return LlamaForCausalLM(config)
 
 
 def _deepen(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
-    """Copy a trained two-layer model into the first and last layer of deep; the layers between stay random.
-
-    Training two layers takes a quarter of the time. The random layers' outputs are scaled down, so that they change
-    the residual stream without drowning it.
-    """
+    """Copy a trained two-layer model into the first and last layer of deep, which takes a quarter of the time to train. The layers
+    between stay random, with outputs small enough to leave the residual stream readable."""
     last = f"layers.{NUM_LAYERS - 1}."
     deep.load_state_dict({k.replace("layers.1.", last): v for k, v in shallow.state_dict().items()}, strict=False)
     with torch.no_grad():

@@ -1,62 +1,63 @@
-"""Checks of an engine: a short training run and `cotrain verify` of its drafter, both as a user starts them."""
+"""Checks of an engine: a short training run, `cotrain verify` of its drafter and `cotrain run`, all as a user starts them."""
 
+import re
+import sys
 from pathlib import Path
 
-from cotrain.models.loading import TINY_MODEL
+from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.mlflow_store import sqlite_uri
 from cotrain.run.provenance import machine
 from cotrain.run.rows import read_rows
 from drafters.files import read_object
-from pipelines.doctor.check import NotApplicable, Problem
-from pipelines.doctor.machine import output_of
+from pipelines.doctor.machine import NotApplicable, Problem, output_of
 
-CONFIG = f"""
-name = "run"
-steps = 3
+DRAFTER = ["drafter.model.draft_vocab_size=256", "drafter.updates_per_step=2", "drafter.batch_tokens=512"]
+DRAFTER += ["drafter.gate.publish_when=always", "tracking.log_drafters=false"]
+RUN = (
+    f"""
+name=run steps=3 policy.model={TINY_MODEL} task.type=reasoning_gym task.name=chain_sum drafter.model.type=eagle3
+rollout.prompts_per_step=8 rollout.samples_per_prompt=2 rollout.max_prompt_tokens=256 rollout.max_new_tokens=32
+lossless.every=1 rollout.speculation.adaptive=false
+""".split()
+    + DRAFTER
+)
+"""A run of a tiny model that drafts in every step and makes every check that a run makes: features, log-probs, swaps, losslessness,
+greedy text."""
 
-[policy]
-model = "{TINY_MODEL}"
+HOST = """
+import os, sys, time
+from cotrain.transport.spool import VARIABLE, Spool, read_json
+from vllm import LLM, SamplingParams
 
-[rollout]
-prompts_per_step = 8
-samples_per_prompt = 2
-max_prompt_tokens = 256
-max_new_tokens = 32
-
-[rollout.speculation]
-adaptive = false  # draft in every step, whether it pays or not
-
-[drafter]
-updates_per_step = 2
-batch_tokens = 512
-gate.publish_when = "always"
-model = {{ type = "eagle3", draft_vocab_size = 256 }}
-
-[lossless]
-every = 1
-
-[task]
-type = "reasoning_gym"
-name = "chain_sum"
-
-[tracking]
-log_drafters = false
+llm = LLM(sys.argv[1], dtype=sys.argv[2], max_model_len=256, kv_cache_memory_bytes=2**28, enforce_eager=sys.argv[2] == "float32")
+prompts = [{"prompt_token_ids": [40 + (7 * i + 3 * j) % 80 for j in range(12)]} for i in range(16)]
+greedy, current = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True), Spool(os.environ[VARIABLE]).current
+texts, started = [], time.monotonic()
+while not texts or ((read_json(current) or {"version": 0})["version"] < 2 and time.monotonic() - started < 300):
+    texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)])
+print(sum(map(list.__ne__, texts[0], texts[-1])), "of 16 texts changed")
 """
-"""A run of a tiny model that makes every check that a run makes: features, log-probs, swaps, losslessness, greedy text."""
+"""An engine with vLLM's own defaults, on a GPU with model runner V2, generates the same until two drafters are swapped in."""
+MOST_CHANGED = 4
+"""Most texts that drafts may change, since 16-bit batches of another shape can resolve ties differently."""
 
+REMEDIES = {
+    "run": "Look up the error in the output, whose place is printed below. NCCL_DEBUG=INFO names links between GPUs that fail.",
+    "verify": "Do not speculate on this installation: run `cotrain verify`, and report the settings that fail.",
+    "sidecar": "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report this result.",
+}
 VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--distance", "0.15")
 
 
 def run(folder: Path, address: str | None) -> str:
     """A short run in this folder goes to its end. address: that of a Ray cluster, on whose nodes it then spreads out."""
-    (folder / "run.toml").write_text(CONFIG)
     own = [f"run_root={folder}", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}", f"rollout.dtype={_dtype()}"]
     own += [f"cluster.address={address}", "cluster.strategy=SPREAD"] if address else []
-    output_of("-m", "pipelines.cli", "train", str(folder / "run.toml"), *own)
+    own += ["policy.num_processes=2"] if len(machine()["gpus"]) > 2 else []  # whose gradients NCCL adds up
+    output_of("-m", "pipelines.cli", "train", *RUN, *own)
     rows = read_rows(folder / "run" / "metrics.jsonl")
-    swaps, tokens = (
-        sum(row.get(name) or 0 for row in rows) for name in ("drafter/published", "lossless/speculated_tokens")
-    )
+    swaps = sum(row.get("drafter/published") or 0 for row in rows)
+    tokens = sum(row.get("lossless/speculated_tokens") or 0 for row in rows)
     if not (swaps and tokens):
         raise Problem(
             f"it swapped in {swaps:.0f} drafters and checked {tokens:.0f} speculated tokens; both must be above 0"
@@ -69,13 +70,28 @@ def verify(folder: Path) -> str:
     if not (drafters := sorted(folder.glob("run/drafters/*"))):
         raise NotApplicable('"run" has failed')
     arguments = ("--model", TINY_MODEL, "--drafter", str(drafters[-1]), "--dtype", _dtype())
+    report = folder / "verify" / "verify.json"
     try:
-        output_of("-m", "pipelines.cli", "verify", *arguments, *VERIFY, "--out", str(folder / "verify"))
+        output_of("-m", "pipelines.cli", "verify", *arguments, *VERIFY, "--out", str(report.parent))
     except Problem as problem:
-        if not (folder / "verify" / "verify.json").is_file():
+        if not report.is_file():
             raise
-        raise Problem(read_object(folder / "verify" / "verify.json")["verdict"]) from problem
-    return str(read_object(folder / "verify" / "verify.json")["verdict"])
+        raise Problem(read_object(report)["verdict"]) from problem
+    return str(read_object(report)["verdict"])
+
+
+def sidecar(folder: Path) -> str:
+    """`cotrain run` trains a drafter beside an engine with vLLM's own defaults, whose greedy text stays the same."""
+    own = [f"run_root={folder}", f"spool={folder}/spool", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}"]
+    own += ["name=sidecar", "adaptive=false"]
+    host = [sys.executable, "-c", HOST, str(resolve_model(TINY_MODEL)), _dtype()]
+    output = output_of("-m", "pipelines.cli", "run", "--model", TINY_MODEL, *DRAFTER, *own, "--", *host)
+    swaps = sum(row.get("drafter/published") or 0 for row in read_rows(folder / "sidecar" / "metrics.jsonl"))
+    changed = re.search(r"^(\d+) of 16 texts changed$", output, re.MULTILINE)
+    engines = re.search(r"^ *engines +(.*)", output, re.MULTILINE)
+    if not (swaps and engines and changed and int(changed[1]) <= MOST_CHANGED):
+        raise Problem(f"{swaps:.0f} drafters swapped in, {changed and changed[0]}; engines: {engines and engines[1]}")
+    return f"{engines[1]}, {swaps:.0f} drafters swapped in, {changed[0]}"
 
 
 def _dtype() -> str:

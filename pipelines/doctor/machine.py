@@ -3,34 +3,24 @@
 import functools
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from cotrain.config.schema import default_run_root
-from cotrain.config.surroundings import cache_problems
 from cotrain.engine.interface import KNOWN_VERSION, moved
-from cotrain.models.loading import cache_folder
 from cotrain.process import threads
+from cotrain.process.scratch import SHARED_MEMORY
 from cotrain.run import provenance
-from pipelines.doctor.check import NotApplicable, Problem
 
 GIB = 2**30
-SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_GIB = 1.0
 """Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step need room as well."""
-DISK_GIB = 8.0
-"""Four checkpoints of a policy of 135 M parameters take 6.5 GiB."""
 HANGS_AFTER_S = 600
 
 OPENMP_IN_USE = """
@@ -43,35 +33,25 @@ TORCH_FACTS = """
 import json, torch
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}))
 """
-ALL_REDUCE = """
-import sys, torch, torch.distributed as dist
-dist.init_process_group(sys.argv[1])
-rank, size = dist.get_rank(), dist.get_world_size()
-values = torch.full((2**20,), rank + 1.0, device=f"cuda:{rank}" if sys.argv[1] == "nccl" else "cpu")
-dist.all_reduce(values)
-if not bool((values == size * (size + 1) / 2).all()):
-    raise ValueError(f"the sum over {size} processes is wrong: {values[0].item()}")
-dist.destroy_process_group()
-"""
 
 
-def python() -> str:
-    """Python is of a version that cotrain supports."""
-    found, supported = platform.python_version(), metadata.metadata("cotrain")["Requires-Python"]
-    if found not in SpecifierSet(supported):
-        raise Problem(f"this is Python {found}, supported are {supported}")
-    return found
+class Problem(Exception):
+    """What a check has found wrong."""
+
+
+class NotApplicable(Exception):
+    """Why a check is skipped: the machine lacks what would be checked, or something that the check needs has failed."""
 
 
 def torch() -> str:
     """Torch can be imported, is the version that vLLM is compiled against, and is built for what the machine has."""
     facts = _torch_facts()
     pinned = next(r for r in map(Requirement, metadata.requires("cotrain") or ()) if r.name == "torch" and r.specifier)
-    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
     if facts["version"] not in pinned.specifier:
         raise Problem(f"torch {facts['version']} is installed, vLLM {KNOWN_VERSION} needs {pinned.specifier}")
     if provenance.machine()["gpus"] and not facts["cuda"]:
         raise Problem(f"torch {facts['version']} is built for a CPU, and there is a GPU")
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
     return f"{facts['version']}, built for {build}"
 
 
@@ -92,9 +72,8 @@ def openmp() -> str:
     library = threads.openmp_library()
     if library is None:
         raise Problem("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
-    environment = os.environ | threads.openmp_environment(1)
-    command = [sys.executable, "-c", OPENMP_IN_USE, library]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    own = os.environ | threads.openmp_environment(1)
+    run = subprocess.run([sys.executable, "-c", OPENMP_IN_USE, library], env=own, capture_output=True, text=True)
     if run.returncode:
         raise Problem(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
     return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
@@ -110,20 +89,6 @@ def shared_memory() -> str:
     return f"{free:.1f} GiB free"
 
 
-def disk() -> str:
-    """The disks of runs and of the model cache have room for a small run, and the caches can be written."""
-    if problems := cache_problems():
-        raise Problem("; ".join(problems))
-    free = {}
-    for what, folder in {"runs": default_run_root().absolute(), "cache": cache_folder()}.items():
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        free[what] = shutil.disk_usage(there).free / GIB
-    text = ", ".join(f"{gib:.1f} GiB free for {what}" for what, gib in free.items())
-    if min(free.values()) < DISK_GIB:
-        raise Problem(f"{text}; {DISK_GIB:g} GiB are the least for a run")
-    return text
-
-
 def gpus() -> str:
     """Torch can use every GPU that the driver shows and the environment allows."""
     shown, usable, allowed = _gpus(), _torch_facts()["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -131,12 +96,6 @@ def gpus() -> str:
     if not usable or usable != wanted:
         raise Problem(f"torch can use {usable} of {wanted} GPUs: {'; '.join(shown)}")
     return "; ".join(shown)
-
-
-def nccl() -> str:
-    """A sum over all GPUs of this machine is right."""
-    _gpus()
-    return all_reduce("nccl", _torch_facts()["gpus"])
 
 
 def hooks() -> str:
@@ -148,18 +107,16 @@ def hooks() -> str:
     return f"vLLM {__version__} is as cotrain knows it"
 
 
-def model_runner_v2() -> str:
-    """The sidecar's hooks work in vLLM's model runner V2, which nothing on a machine without a GPU uses."""
-    _gpus()
-    with TemporaryDirectory() as folder:
-        return output_of("-m", "pipelines.doctor.adopted", folder).splitlines()[-1]
-
-
-def all_reduce(backend: str, processes: int) -> str:
-    """Sum a tensor over this many processes, with "nccl" one for each GPU. Raises Problem when that fails."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
-    output_of(*torchrun, sys.executable, "-c", ALL_REDUCE, backend)
-    return f"the sum over {processes} processes is right"
+SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
+MACHINE = {
+    "torch": (torch, SETUP),
+    "vllm": (vllm, SETUP),
+    "openmp": (openmp, "Run `make setup` again, which installs intel-openmp beside vLLM's CPU build."),
+    "shared-memory": (shared_memory, "Start the container with --shm-size=8g or --ipc=host, or enlarge /dev/shm."),
+    "gpus": (gpus, "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."),
+    "hooks": (hooks, "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one."),
+}
+"""Checks of this machine in their order, each with what to do when it fails."""
 
 
 def _gpus() -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cotrain.config.load import read_config
-from cotrain.models.loading import TOKENIZER_FILES, TOKENIZER_SETTINGS, native_head, resolve_model
+from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
 from drafters.files import CONFIG, weight_files, write_json
 from drafters.files import read_config as read_model_config
@@ -57,9 +57,7 @@ def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
     """Fill `out`. A drafter that is the policy's own MTP head goes back into the policy's files, any other into out/drafter."""
     from drafters.build import stitch
 
-    for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
-        if (model / name).is_file():
-            shutil.copyfile(model / name, out / name)
+    copy_tokenizer(model, out)
     if drafter is not None and (head := native_head(model)) is not None:
         return stitch(policy, drafter, head, out)
     for file in policy.iterdir():

@@ -48,7 +48,7 @@ class RunRecord:
     @property
     def speculates(self) -> bool:
         """Whether anything proposes draft tokens."""
-        return "drafter.model.type" in self.settings or bool(self.settings.get("rollout.speculation.proposers"))
+        return "drafter.model.type" in self.settings or "rollout.history.max_bytes" in self.settings
 
     def column(self, metric: str) -> pd.Series:
         """One value per step; all NaN when no step measured the metric."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.doctor.engine import run, verify
+from pipelines.doctor.engine import run, sidecar, verify
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]  # `cotrain train` and `cotrain verify` have tests of their own
 
@@ -18,3 +18,8 @@ def test_a_sound_installation_passes_and_is_really_checked(tmp_path: Path) -> No
     checks = {row["check"] for row in report["checks"]}
     assert {"identity", "support", "returned log-probs", "uniformity by probability"} < checks
     assert "swaps in mid-generation" in (tmp_path / "verify" / "verify.md").read_text()
+
+
+def test_an_adopted_engine_gets_drafters_and_keeps_its_text(tmp_path: Path) -> None:
+    found = sidecar(tmp_path)
+    assert found.startswith("1 adopted, ") and found.endswith(" drafters swapped in, 0 of 16 texts changed")

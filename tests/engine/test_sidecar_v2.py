@@ -3,9 +3,6 @@
 What stands for a GPU is Triton's interpreter; CUDA graphs and streams are not there.
 """
 
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,19 +119,3 @@ def test_a_fault_in_the_hook_leaves_the_host_its_text(
         facts = read_json(sidecar.engine.facts)
     expected = "planted" if fault == "_own_states" else "have failed"
     assert not facts["attached"] and expected in facts["reason"]
-
-
-DOCTOR = """
-from tests.engine.interpreted_triton import interpret
-interpret()
-import pathlib, sys
-from pipelines.doctor.adopted import check
-print(check(pathlib.Path(sys.argv[1]), "float32", 0, 6, enforce_eager=True, kv_cache_memory_bytes=2**28))
-"""
-
-
-def test_the_doctors_check_of_it_passes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DOCTOR, str(tmp_path / "spool")]
-    environment = host_environment(tmp_path / "plugin", None) | INTERPRETED
-    found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert re.search(r"^vLLM 0\.32\.\d, 0 of 16 texts changed, [12]\.\d\d tokens a step$", found, re.MULTILINE)

@@ -23,8 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path) -> None:
     """Killed in step 5, while groups are generated, scored and waiting; the newest checkpoint is of step 4."""
-    proposers = 'rollout.speculation.proposers=[{type="eagle3"},{type="suffix"}]'
-    arguments = [*AHEAD, "name=killed", "stream.max_policy_lag=1", proposers]
+    arguments = [*AHEAD, "name=killed", "stream.max_policy_lag=1", "rollout.history={}"]
     process = subprocess.Popen(command(root, *arguments), start_new_session=True, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + TIMEOUT_S
     while not any(row["event"] == "taken" and row["step"] == 5 for row in events_of(root, "killed")):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cotrain.acceptance_stats import drafter_counts, drafter_starts, total_counts
-from cotrain.config.schema import RolloutConfig, SpeculationConfig
+from cotrain.config.schema import HistoryConfig, RolloutConfig, SpeculationConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
 from cotrain.process.scratch import scratch_folder
@@ -23,10 +23,7 @@ from tests.engine.test_sampling import NUM_SAMPLES, Laws, laws, p_values, sample
 pytestmark = pytest.mark.engine
 
 PLANTING = "tests.engine.planted_drafts.PlantingWorker"
-PROPOSERS: dict[str, list[dict[str, Any]]] = {
-    "alone": [{"type": "suffix", "max_bytes": 2**22}],
-    "mixed": [{"type": "eagle3"}, {"type": "suffix", "max_bytes": 2**22}],
-}
+PROPOSERS = ("alone", "mixed")
 
 
 @pytest.fixture(scope="module", params=PROPOSERS)
@@ -34,8 +31,8 @@ def historian(
     request: Any, rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
     """An engine that drafts from what it has generated."""
-    speculation = SpeculationConfig.model_validate({"proposers": PROPOSERS[request.param], "measure_seconds": 6.0})
-    changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation}
+    history, speculation = HistoryConfig(max_bytes=2**22), SpeculationConfig(measure_seconds=6.0)
+    changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation, "history": history}
     config = rollout_config.model_copy(update=changes)
     vllm = config.vllm | {"worker_extension_cls": PLANTING, "max_num_seqs": 32}
     config = config.model_copy(update={"vllm": vllm})

@@ -9,7 +9,6 @@ from cotrain.config.sidecar import load_sidecar
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.run_dir import resume_arguments
 from pipelines import cli
-from pipelines.doctor import machine
 
 SMOKE = str(Path(__file__).parents[2] / "configs" / "smoke.toml")
 
@@ -64,19 +63,3 @@ def test_drafters_are_looked_for_there_and_it_is_said(
     assert f"no drafter 'models:/none' at sqlite:///{root}/mlflow.db" in capsys.readouterr().err
     assert cli.main(["drafters", "list", "--uri", "sqlite:///elsewhere.db"]) == 0
     assert f"No drafters yet at sqlite:///{Path.cwd()}/elsewhere.db" in capsys.readouterr().out
-
-
-def test_the_doctor_looks_at_the_disk_of_runs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two real disks, the emptier one decides, whichever of the two it is."""
-    free = {folder: machine.shutil.disk_usage(folder).free / 2**30 for folder in ("/dev/shm", str(root))}
-    low, high = sorted(free.values())
-    if high - low < 0.1:
-        pytest.skip("both disks have as much room")
-    for runs, cache in (("/dev/shm", str(root)), (str(root), "/dev/shm")):
-        monkeypatch.setenv("COTRAIN_RUN_ROOT", f"{runs}/new")
-        monkeypatch.setenv("COTRAIN_CACHE", f"{cache}/new")
-        monkeypatch.setattr(machine, "DISK_GIB", (low + high) / 2)
-        with pytest.raises(machine.Problem, match=r"GiB free for runs, .* GiB free for cache; .* are the least"):
-            machine.disk()
-        monkeypatch.setattr(machine, "DISK_GIB", low - 0.05)
-        assert "free for cache" in machine.disk()

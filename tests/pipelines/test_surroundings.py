@@ -12,7 +12,6 @@ from cotrain.config.load import load_config
 from cotrain.config.surroundings import cache_problems
 from cotrain.models.loading import build_once, cache_folder
 from cotrain.process.cluster import LONGEST_TMPDIR
-from pipelines.doctor import machine
 from pipelines.preflight import find_problems
 
 ROOT = Path(__file__).parents[2]
@@ -115,17 +114,6 @@ with RunDir.create(config.run_root, config.name) as run_dir, Tracker(config) as 
     assert "tiny_llama-drafter" in listed.stdout and "serving" in listed.stdout, listed.stderr
     homeless = cotrain("drafters", "list", folder=nobodys, uid=NOBODY)
     assert homeless.returncode == 2 and homeless.stderr.startswith("cotrain: HOME: it is not set"), homeless.stderr
-
-
-def test_the_doctor_says_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "DISK_GIB", 0.0)
-    assert "free for runs" in machine.disk()
-    (tmp_path / "file").touch()
-    for name in ("COTRAIN_CACHE", "HF_HOME", "VLLM_CACHE_ROOT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", f"{tmp_path}/file/home")
-    with pytest.raises(machine.Problem, match=r"HOME: .*file/home/\.cache cannot be written.*set HOME"):
-        machine.disk()
 
 
 def test_caches_that_have_places_of_their_own_need_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

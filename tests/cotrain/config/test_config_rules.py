@@ -25,25 +25,19 @@ REFUSED = [
     ('drafter={model={type="draft_model", num_layers=5}}', "drafter.model.num_layers: must be less than or equal to 4"),
     ('drafter={model={type="draft_model", draft_vocab_size=64}}', "drafter.model.draft_vocab_size: "),
     (
-        'rollout.speculation.proposers=[{type="suffix"}]',
-        'rollout.speculation.proposers: the drafter of [drafter] is none of them; add { type = "eagle3" }',
-    ),
-    (
-        'rollout.speculation.proposers=[{type="eagle3"}, {type="mtp"}]',
-        'rollout.speculation.proposers: "mtp" needs a drafter of that type, and drafter.model.type is "eagle3"',
-    ),
-    (
-        'rollout.speculation.proposers=[{type="eagle3"}, {type="suffix"}, {type="suffix"}]',
-        'rollout.speculation.proposers: "suffix" stands there 2 times; leave one',
-    ),
-    (
-        'rollout.speculation.proposers=[{type="eagle3"}, {type="suffix", max_bytes=1000000}]',
-        "rollout.speculation.proposers: an index of max_bytes = 1000000 cannot hold a step of rollouts of full length",
+        "rollout.history.max_bytes=1000000",
+        "rollout.history.max_bytes: 1000000 cannot hold a step of rollouts of full length",
     ),
     ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
-    ("rollout.top_p=0.9", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=0.9, top_k=0)"),
-    ("rollout.top_k=50", "policy.old_log_probs: 'rollout' does not go with truncated sampling (top_p=1, top_k=50)"),
+    (
+        "rollout.top_p=0.9",
+        "policy.old_log_probs: 'rollout' does not go with truncated sampling (rollout.top_p=0.9, rollout.top_k=0)",
+    ),
+    (
+        "rollout.top_k=50",
+        "policy.old_log_probs: 'rollout' does not go with truncated sampling (rollout.top_p=1, rollout.top_k=50)",
+    ),
     (
         "policy.behaviour_correction=truncate",
         "policy.behaviour_correction: 'truncate' corrects the learner's own log-probs; set policy.old_log_probs = "
@@ -87,9 +81,8 @@ REFUSED = [
 ]
 
 ACCEPTED = [
-    ['rollout.speculation.proposers=[{type="eagle3"}, {type="suffix"}]'],
-    ['rollout.speculation.proposers=[{type="suffix"}]', "drafter=none"],
-    ['rollout.speculation.proposers=[{type="eagle3"}]'],
+    ["rollout.history={}"],
+    ["rollout.history={}", "drafter=none"],
     ["rollout.num_speculative_tokens=4", "drafter.model.trained_depth=4"],
     ["rollout.num_speculative_tokens=9", "drafter=none"],
     ["rollout.top_p=0.9", "rollout.top_k=50", "policy.old_log_probs=recomputed"],

@@ -40,11 +40,10 @@ def test_without_speculation_there_is_no_drafter(study_file):
 
 
 def test_an_arm_drafts_from_history_alone_or_beside_the_drafter(study_file):
-    alone = "name='alone', drafter='none', 'rollout.speculation.proposers'=[{type='suffix'}]"
-    beside = "name='beside', 'rollout.speculation.proposers'=[{type='eagle3'}, {type='suffix'}]"
+    alone = "name='alone', drafter='none', 'rollout.history'={}"
+    beside = "name='beside', 'rollout.history'={max_bytes=100000000}"
     study = load_study(study_file, [arms(alone, beside)])
-    proposers = [[p.type for p in arm.config.rollout.speculation.proposers] for arm in study.runs[:2]]
-    assert proposers == [["suffix"], ["eagle3", "suffix"]]
+    assert [getattr(arm.config.rollout.history, "max_bytes", None) for arm in study.runs[:2]] == [2**28, 10**8]
     assert [arm.config.drafter is None for arm in study.runs[:2]] == [True, False]
 
 

@@ -1,23 +1,20 @@
 """What the command prints and returns, and how one check's failure leaves the others alone."""
 
 import json
-import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from cotrain.config.load import load_config
+from cotrain.process.cluster import place
 from pipelines.doctor import engine, machine
-from pipelines.doctor.check import Check, NotApplicable, Problem, run_check
-from pipelines.doctor.command import ENGINE, MACHINE, Doctor, main, print_table
+from pipelines.doctor.command import Check, main, run_check
+from pipelines.doctor.machine import MACHINE, NotApplicable, Problem
 from pipelines.preflight import check_run
 
 
-def test_every_check_has_its_function_and_a_remedy_in_a_sentence() -> None:
-    assert all(callable(getattr(machine, name.replace("-", "_"))) for name in MACHINE)
-    assert all(callable(getattr(engine, name)) for name in ENGINE)
-    for remedy in (MACHINE | ENGINE).values():
+def test_every_remedy_is_a_sentence() -> None:
+    for remedy in (*(remedy for _, remedy in MACHINE.values()), *engine.REMEDIES.values()):
         assert remedy[0].isupper() and remedy.endswith(".")
 
 
@@ -41,31 +38,29 @@ def test_a_failure_has_status_1_a_remedy_and_the_place_of_the_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "shm")
-    monkeypatch.setattr(machine, "DISK_GIB", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["--only", "shared-memory", "disk", "--json", str(tmp_path / "out.json")]) == 1
+    assert main(["--only", "shared-memory", "vllm", "--json", str(tmp_path / "out.json")]) == 1
     printed = " ".join(capfd.readouterr().out.split())
-    assert "is missing or cannot be written" in printed and MACHINE["shared-memory"] in printed
+    assert "is missing or cannot be written" in printed and MACHINE["shared-memory"][1] in printed
     assert "2 checks in " in printed and "failed: shared-memory" in printed
     log = Path(printed.split()[-1])
     assert log.name == "engine.log" and log.is_file()
     report = json.loads((tmp_path / "out.json").read_text())
     assert not report["passed"] and report["packages"]["python"]
     assert [(check["name"], check["status"]) for check in report["checks"]] == [
+        ("vllm", "pass"),
         ("shared-memory", "fail"),
-        ("disk", "pass"),
     ]
 
 
-def test_json_alone_is_on_standard_output(
+def test_a_sound_machine_has_status_0_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["--only", "python", "--json", "-"]) == 0
-    printed = capfd.readouterr()
-    assert json.loads(printed.out)["passed"]
-    assert "1 checks in" in printed.err
-    assert list(tmp_path.iterdir()) == []
+    assert main(["--only", "vllm", "--json", str(tmp_path / "out.json")]) == 0
+    assert "1 checks in" in capfd.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["passed"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_an_unknown_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,9 +74,10 @@ def test_verify_needs_the_drafter_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_
         raise Problem(f"cotrain: {arguments[2]} has died")
 
     monkeypatch.setattr(engine, "output_of", output_of)
-    doctor = Doctor({"verify"}, sys.stdout)
-    doctor.make_all(tmp_path, None)
-    assert [(check.name, check.status, check.found) for check in doctor.checks] == [
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["--only", "verify", "--json", str(tmp_path / "out.json")]) == 1
+    checks = json.loads((tmp_path / "out.json").read_text())["checks"]
+    assert [(check["name"], check["status"], check["found"]) for check in checks] == [
         ("run", "fail", "cotrain: train has died"),
         ("verify", "not applicable", '"run" has failed'),
     ]
@@ -96,7 +92,7 @@ def test_a_run_that_swapped_and_checked_nothing_fails(monkeypatch: pytest.Monkey
     with pytest.raises(Problem, match="it swapped in 2 drafters and checked 0 speculated tokens; both must be above 0"):
         engine.run(tmp_path, "auto")
     assert {"cluster.address=auto", "cluster.strategy=SPREAD"} < set(asked[0])
-    config = load_config([tmp_path / "run.toml"], [*asked[0][4:]])
+    config = load_config([], asked[0][3:])
     assert config.run_root == tmp_path and config.lossless.every == 1
 
 
@@ -112,13 +108,42 @@ def test_the_verdict_of_verify_is_what_was_found(monkeypatch: pytest.MonkeyPatch
         engine.verify(tmp_path)
 
 
-def test_the_remedy_stands_below_what_was_found() -> None:
-    stream = StringIO()
-    print_table([Check("tap", "fail", "[2] is another layer", "Look at it.", 1.0)], stream)
-    *_, found, remedy, _ = stream.getvalue().splitlines()
+def test_the_remedy_is_below_what_was_found() -> None:
+    found, remedy = str(Check("tap", "fail", "[2] is another layer", "Look at it.", 1.0)).splitlines()
     assert found.split() == ["tap", "fail", "[2]", "is", "another", "layer"] and remedy.split() == ["Look", "at", "it."]
 
 
 def test_the_configuration_of_the_short_run_is_a_sound_one(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(engine.CONFIG)
-    check_run(load_config([tmp_path / "run.toml"], [f"run_root={tmp_path}"]))
+    check_run(load_config([], [*engine.RUN, f"run_root={tmp_path}"]))
+
+
+def test_on_several_gpus_the_short_run_has_two_learner_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(engine, "output_of", lambda *arguments: asked.append(arguments))
+    for gpus in (2, 3):
+        monkeypatch.setattr(engine, "machine", lambda gpus=gpus: {"gpus": ["GPU"] * gpus})
+        with pytest.raises(Problem):
+            engine.run(tmp_path, None)
+        config = load_config([], asked[-1][3:])
+        assert config.policy.num_processes == gpus - 1 and place(config, [gpus])[0] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("swaps", "engines", "changed", "passes"),
+    [(2, "1 adopted", 4, True), (0, "1 adopted", 0, False), (2, "1 adopted", 5, False), (2, None, 0, False)],
+)
+def test_a_host_without_drafters_or_with_other_text_fails(
+    swaps: int, engines: str | None, changed: int, passes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    printed = f"{changed} of 16 texts changed\n" + (f"  engines     {engines}\n" if engines else "")
+    monkeypatch.setattr(engine, "output_of", lambda *arguments: printed)
+    monkeypatch.setattr(engine, "resolve_model", Path)
+    (tmp_path / "sidecar").mkdir()
+    (tmp_path / "sidecar" / "metrics.jsonl").write_text(json.dumps({"step": 1, "drafter/published": swaps}) + "\n")
+    if passes:
+        assert engine.sidecar(tmp_path) == "1 adopted, 2 drafters swapped in, 4 of 16 texts changed"
+    else:
+        with pytest.raises(Problem, match=rf"^{swaps} drafters swapped in, {changed} of 16 texts changed; engines: "):
+            engine.sidecar(tmp_path)

@@ -58,11 +58,11 @@ def test_the_table_has_the_last_third_over_seeds(whole: Path) -> None:
 
 
 def test_values_that_are_no_words_are_shown_as_in_a_study_file(tmp_path: Path) -> None:
-    proposers = {"speculation": {"proposers": [{"type": "eagle3"}]}}
-    arms = [arm("random", drafter=drafter(None, True)), arm("given", drafter=drafter("a", True), rollout=proposers)]
+    stopping = {"stop": ["x"]}
+    arms = [arm("random", drafter=drafter(None, True)), arm("given", drafter=drafter("a", True), rollout=stopping)]
     random, given = rows_of(write_study(tmp_path / "s", arms, {}))
-    assert (random["drafter.init"], random["rollout.speculation.proposers"]) == ("none", "[]")
-    assert (given["drafter.init"], given["rollout.speculation.proposers"]) == ("a", '[{"type": "eagle3"}]')
+    assert (random["drafter.init"], random["rollout.stop"]) == ("none", "[]")
+    assert (given["drafter.init"], given["rollout.stop"]) == ("a", '["x"]')
 
 
 def test_the_gain_is_against_the_same_seed_and_policy(tmp_path: Path) -> None:

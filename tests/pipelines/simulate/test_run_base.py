@@ -155,7 +155,7 @@ def test_what_a_run_cannot_answer_is_said(runs: dict[str, Path], tmp_path: Path)
     (old / "metrics.jsonl").write_text('{"step": 99, "time/step_s": 1.0}\n')
     with pytest.raises(ValueError, match=r"old: no step is whole in steps\.jsonl, stream\.jsonl and metrics\.jsonl"):
         run_system(old)
-    history = {"speculation": {"proposers": [{"type": "suffix"}]}}
+    history: dict[str, Any] = {"history": {}}
     suffix = write_run(tmp_path / "suffix", steps=1, drafter=None, rollout={"prompts_per_step": 8} | history)
     with pytest.raises(ValueError, match="drafts from history differ in length"):
         recorded(suffix)
