@@ -11,6 +11,7 @@ from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, SpeculationConfig, default_run_root
@@ -21,7 +22,7 @@ from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to
 from cotrain.process.cluster import temporary_files
-from cotrain.process.scratch import environment, scratch_folder
+from cotrain.process.scratch import scratch_folder
 from cotrain.process.stopping import descendants, remove_files_of, stop_at_once
 from cotrain.records import WeightPayload
 from cotrain.run.mlflow_store import default_uri
@@ -180,8 +181,8 @@ async def one_engine(
     ngram: draft tokens are looked up in the request's own text; the setup then has no drafter.
     """
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
-    others = set(descendants())
-    with scratch_folder("engine") as scratch, environment(temporary_files(scratch)):
+    others = descendants()
+    with scratch_folder("engine") as scratch, patch.dict(os.environ, temporary_files(scratch)):
         spec = EngineSpec(
             rollout=setup.rollout,
             model_path=str(setup.model),
@@ -196,7 +197,7 @@ async def one_engine(
             await engine.start()
             yield engine
         finally:
-            started = set(descendants()) - others
+            started = descendants() - others
             await engine.shutdown()
             remove_files_of(started)
 

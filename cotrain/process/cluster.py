@@ -30,7 +30,7 @@ RAY_ENVIRONMENT = {
 """Ray reads these when it is imported."""
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Room for rollouts and metrics; weights and features travel as files in shared memory."""
+"""Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory."""
 
 CONNECT_SECONDS = 10.0
 """How long to try cluster.address before reporting that no cluster answers."""
@@ -62,17 +62,15 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
     are enough, and else share. If just one GPU is missing, the drafter's trainer and the last learner process have half of one
     each. Raises ValueError when the configuration needs GPUs that are not there.
     """
-    transfer, ranks = config.policy.weight_transfer, config.rollout.tensor_parallel_size
-    num_gpus = sum(gpus_of_nodes)
+    transfer, ranks, num_gpus = config.policy.weight_transfer, config.rollout.tensor_parallel_size, sum(gpus_of_nodes)
     needed = ranks * config.rollout.num_engines + config.policy.num_processes
     if (transfer == "nccl" and num_gpus < needed) or (transfer == "ipc" and num_gpus != 1):
         needs = f"{needed} GPUs for engines and learner" if transfer == "nccl" else "one GPU that all roles share"
         raise ValueError(f'policy.weight_transfer: "{transfer}" needs {needs}, there are {num_gpus}; set it to "files"')
     if not num_gpus:
         return "cpu", {}
-    roles = [role for role in roles_of(config) if role != "rewards"]
-    engines = [role for role in roles if role.startswith("rollout") and ranks > 1]
-    others = [role for role in roles if role not in engines]
+    engines = [role for role in roles_of(config) if role.startswith("rollout") and ranks > 1]
+    others = [role for role in roles_of(config) if role not in (*engines, "rewards")]
     left = num_gpus - ranks * len(engines)
     if max(gpus_of_nodes) < ranks or left < 1:
         raise ValueError(
@@ -119,32 +117,41 @@ class Cluster:
             self.device, self.gpus = place(config, gpus)
             self._group, self._places = reserve(config, self.gpus)
             self._stack = stack.pop_all()
-        self.node_of = {role: node for role, (_, node) in self._places.items()}
+
+    @property
+    def node_of(self) -> dict[str, str]:
         """Id of the node of each role."""
-        self.local_node: str = self._ray.get_runtime_context().get_node_id()
+        return {role: node for role, (_, node) in self._places.items()}
+
+    @property
+    def local_node(self) -> str:
         """Id of the node that the controller runs on."""
+        return self._ray.get_runtime_context().get_node_id()
 
     def start(self, actor_class: type, role: str, environment: dict[str, str], **options: Any) -> Any:
         """Start the actor actor_class(log_file); its process writes into logs/ROLE.log.
 
-        It is never restarted and no call is repeated, since a training step must not be made twice.
+        It is never restarted and no call is repeated, which are Ray's defaults, since a training step must not be made twice.
         """
-        log_file = str((self._logs / f"{role}.log").resolve())
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        index, _ = self._places[role]
-        own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # a role's bundle has a CPU
-        own |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
-        own |= {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)} | options
-        return self._remember(self._ray.remote(actor_class).options(**own).remote(log_file), log_file)
+        log_file, (index, _) = str((self._logs / f"{role}.log").resolve()), self._places[role]
+        options |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
+        place = PlacementGroupSchedulingStrategy(self._group, index)
+        return self._start(actor_class, (log_file,), log_file, scheduling_strategy=place, **options)
 
     def start_agent(self, agent_class: type, node: str, *args: Any) -> Any:
         """Start the actor agent_class(*args) on a node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        place = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = self._ray.remote(agent_class).options(num_cpus=0, scheduling_strategy=place).remote(*args)
-        return self._remember(actor, f"Ray's logs of {self.node_name(node)}")
+        place, log = NodeAffinitySchedulingStrategy(node, soft=False), f"Ray's logs of {self.node_name(node)}"
+        return self._start(agent_class, args, log, scheduling_strategy=place)
+
+    def _start(self, actor_class: type, args: tuple[Any, ...], log: str, **options: Any) -> Any:
+        """Start an actor without a CPU of its own, since the bundle of a role has one. log: where messages say to look."""
+        actor = self._ray.remote(actor_class).options(num_cpus=0, **options).remote(*args)
+        self._actors[actor._actor_id.hex()] = actor, log
+        return actor
 
     def node_name(self, node: str) -> str:
         """Return the name of a node for messages: its address, and its short id too if two nodes share the address."""
@@ -160,15 +167,10 @@ class Cluster:
         with (self._logs / "ray.log").open("a") as log:
             log.write("\n".join([*data["lines"], ""]))
 
-    def _remember(self, actor: Any, log: str) -> Any:
-        self._actors[actor._actor_id.hex()] = actor, log
-        return actor
-
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
         """Wait for results of actors. An actor's exception is raised as its own type. seconds: None for cluster.hang_after_s.
 
-        Raises RunFailure naming role, cause and log file, at once if the role's process has died, or when it has not answered in
-        time.
+        Raises RunFailure naming role, cause and log file when a role's process has died or has not answered in time.
         """
         actors = {_actor_of(reference) for reference in references}
         timeout = seconds or self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
@@ -193,8 +195,8 @@ class Cluster:
         """Return the failure of actors that, as Ray reports, do not answer any more. The error may name the one that died."""
         from cotrain.process.deaths import in_words
 
-        known = {actor for actor in self._actors if actor == getattr(error, "actor_id", None)}
-        return self._failure(known or actors, in_words(error))
+        dead = getattr(error, "actor_id", None)
+        return self._failure([dead] if dead in self._actors else actors, in_words(error))
 
     def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
         """Wait `timeout` seconds at most for a result. Return the first reference that has one in a list, which may be empty."""
@@ -230,23 +232,22 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    private: dict[str, Any] = {}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
     if not address:
         # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Where Ray offers no clusters, its processes listen on loopback; _node_ip_address="127.0.0.1" would not do that.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        private = {"include_dashboard": False, "num_cpus": 64}  # the roles take turns on the cores
         temporary = tempfile.gettempdir()
         base = Path(temporary if len(temporary.encode()) <= LONGEST_TMPDIR else "/tmp")
-        private["_temp_dir"] = str(stack.enter_context(scratch_folder("ray", base)))
-        private |= {"object_store_memory": OBJECT_STORE_BYTES}
+        options |= {"include_dashboard": False, "num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES}
+        options["_temp_dir"] = str(stack.enter_context(scratch_folder("ray", base)))
     import ray
 
-    others = set(descendants())
+    others = descendants()
 
     def shut_down() -> None:
-        started = set(descendants()) - others
+        started = descendants() - others
         ray.shutdown()
         end(started)
 
@@ -256,8 +257,7 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
         if address and address != "auto":  # Ray itself would retry for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        ray.init(address=address or "local", **options, **private)
+        ray.init(address=address or "local", **options)
     except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
         if not address:
             raise

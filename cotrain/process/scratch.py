@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -45,18 +45,6 @@ def scratch_folder(name: str, base: Path | None = None) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             _own.discard(folder)
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables until the end."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def remove_scratch_folders() -> None:

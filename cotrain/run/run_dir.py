@@ -14,7 +14,7 @@ FAILURE = "failure.txt"
 
 
 class RunDir(AbstractContextManager["RunDir"]):
-    """Paths of one run. Holds the run's lock from creation to close(); usable as a context manager."""
+    """Paths of one run, hence an attribute for each file. Holds the run's lock from creation to close()."""
 
     def __init__(self, root: Path, name: str, resumed: bool = True) -> None:
         """Open a folder that exists. Raises ValueError when another process runs it."""

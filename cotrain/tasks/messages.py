@@ -29,9 +29,8 @@ def split_question(cell: Any) -> tuple[Messages, str | None]:
 
     Raises ValueError that says what is wrong with the cell.
     """
-    messages, answer = read_messages(cell), None
-    if messages and messages[-1]["role"] == "assistant":
-        answer = messages.pop()["content"]
+    messages = read_messages(cell)
+    answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
     if not messages or not messages[-1]["content"].strip():
         raise ValueError("it has no prompt")
     return messages, answer
@@ -53,14 +52,13 @@ def read_messages(cell: Any) -> Messages:
         raise ValueError(f"its prompt is neither a text nor a list of messages, but {reprlib.repr(cell)}")
     messages: Messages = []
     for number, message in enumerate(cell):
-        told = f"message {number} of its prompt"
-        fields: dict[str, Any] = message if isinstance(message, dict) else {}
+        where, fields = f"message {number} of its prompt", message if isinstance(message, dict) else {}
         role, content = fields.get("role") or None, fields.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
         if not all(isinstance(text, str) for text in (role, *texts)):
-            raise ValueError(f"{told} needs role and content, both of text alone, and is {reprlib.repr(message)}")
+            raise ValueError(f"{where} needs role and content, both of text alone, and is {reprlib.repr(message)}")
         if fields.get("tool_calls"):
-            raise ValueError(f"{told} has tool calls, which would be lost")
+            raise ValueError(f"{where} has tool calls, which would be lost")
         messages.append({"role": str(role), "content": "".join(map(str, texts))})
     return messages

@@ -11,14 +11,14 @@ from cotrain.tasks.messages import Messages
 
 SAMPLES_PER_STEP = 4
 
-ENCODED_AT_ONCE = 1000
-"""Prompts of which token ids are held at the same time when all of a data set are counted."""
-
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> list[int]:
-    """Return token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
-    token_ids = apply_template(tokenizer, prompt.messages)
-    if len(token_ids) > max_prompt_tokens:
+    """Return token ids with the assistant's turn opened. Raises ValueError if the template fails or the prompt is too long."""
+    try:
+        token_ids = apply_template(tokenizer, prompt.messages)
+    except Exception as error:  # a template is a program, which may fail in any way
+        raise ValueError(f"the chat template raises {type(error).__name__}: {error}") from error
+    if not 0 < len(token_ids) <= max_prompt_tokens:
         raise ValueError(
             f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}: raise it, "
             "which a resume may do, or leave such prompts out of the task"
@@ -34,26 +34,6 @@ def load_tokenizer(model: Path) -> Any:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # whatever the files hold
         raise ValueError(f"policy.model: the tokenizer in {model} cannot be loaded: {error}") from error
-
-
-def unusable_prompts(tokenizer: Any, prompts: Mapping[int, Prompt], max_prompt_tokens: int) -> dict[int, str]:
-    """Encode many prompts at once. Returns by index what is wrong with those that `encode_prompt` would not encode."""
-    problems, texts = dict[int, str](), dict[int, str]()
-    for index, prompt in prompts.items():
-        try:
-            texts[index] = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program, which may fail in any way
-            problems[index] = f"the chat template raises {type(error).__name__}: {error}"
-    indices = list(texts)
-    for start in range(0, len(indices), ENCODED_AT_ONCE):
-        batch = indices[start : start + ENCODED_AT_ONCE]
-        encoded = tokenizer(
-            [texts[i] for i in batch], add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        for index, token_ids in zip(batch, encoded.input_ids, strict=True):
-            if not 0 < len(token_ids) <= max_prompt_tokens:
-                problems[index] = f"{len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
-    return problems
 
 
 def apply_template(tokenizer: Any, messages: Messages) -> list[int]:

@@ -10,7 +10,7 @@ from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.answers import extract_answer, extract_number, number_in
 from cotrain.tasks.messages import chat_messages
-from cotrain.tasks.prompts import unusable_prompts
+from cotrain.tasks.prompts import encode_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,13 @@ class ReasoningGymProblems:
                 f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
                 "beside them)"
             ) from error
-        self.prompt(0)
-        if tokenizer is not None:
-            first = {index: self.prompt(index) for index in range(min(NUM_CHECKED, config.size))}
-            for index, problem in unusable_prompts(tokenizer, first, max_prompt_tokens).items():
-                raise ValueError(f"task.parameters: problem {index} of {config.name} cannot be used: {problem}")
+        for index in range(1 if tokenizer is None else min(NUM_CHECKED, config.size)):
+            prompt = self.prompt(index)
+            if tokenizer is not None:
+                try:
+                    encode_prompt(tokenizer, prompt, max_prompt_tokens)
+                except ValueError as error:
+                    raise ValueError(f"task.parameters: {error}") from error
 
     def __len__(self) -> int:
         return self._config.size

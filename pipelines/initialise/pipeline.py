@@ -24,7 +24,7 @@ from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import engine_device
 from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
-from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
+from cotrain.run.checkpoint import InitProgress, RunState, check_resume, model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned, duration
 from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
@@ -40,7 +40,7 @@ from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.initialise import sources
-from pipelines.initialise.training import Features, Progress, RunRecord, Training, updates_of
+from pipelines.initialise.training import Features, RunRecord, Training, updates_of
 from pipelines.preflight import check_run
 
 DRAFTER_VERSION = 1
@@ -61,7 +61,7 @@ def initialise(config: RunConfig, resume: bool) -> int:
         about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sources.sampling(config)}
         corpus = sources.Corpus(run_dir.path, about)
         saved = read_config(run_dir.config).model_dump(mode="json")
-        check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
+        check_resume(config, fingerprints, RunState(0, Versions(0, 0), saved, corpus.about["fingerprints"]))
         if (run_dir.path / "init.json").exists():
             print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
             return 0
@@ -172,7 +172,7 @@ class Initialisation:
             raise RuntimeError("the engine drafted nothing; every response ended with its first token")
         return counts
 
-    def _figures(self, training: Training, progress: Progress, served: SpeculationCounts) -> dict[str, Any]:
+    def _figures(self, training: Training, progress: InitProgress, served: SpeculationCounts) -> dict[str, Any]:
         """What init.json says of the data, the training and the drafter as served."""
         rollouts, holdout = training.split
         tokens = torch.tensor([token for rollout in holdout for token in rollout.token_ids])

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
-from cotrain.run.checkpoint import RunState, new_checkpoint
+from cotrain.run.checkpoint import InitProgress, RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.distiller import EXPECTED
@@ -30,17 +30,6 @@ class RunRecord:
     log: Callable[[int, Mapping[str, float]], None]
     """Takes a step and its metrics."""
     stop_requested: Callable[[], bool]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training stands after an epoch; a checkpoint holds it beside the trainer's own state."""
-
-    epoch: int
-    best: dict[str, float]
-    """Metrics of the best evaluation so far, whose drafter is in the run folder."""
-    best_epoch: int
-    """0 before training."""
 
 
 def updates_of(rollouts: Sequence[StoredRollout], batch_tokens: int) -> int:
@@ -69,15 +58,12 @@ class Training:
         """The trainer must have its target weights. Training continues after the last epoch of `run.state`."""
         self.run, self.trainer, self.split, self.features = run, trainer, split, features
         self.best_folder = run.run_dir.path / "drafter"
-        self.step, self.progress = (
-            run.state.step,
-            None if run.state.task_position is None else Progress(**run.state.task_position),
-        )
+        self.step, self.progress = run.state.step, run.state.init
         self._held: list[StoredRollout] | None = None  # the window that the trainer has the features of
         if self.progress is not None:
             self.trainer.load(run.run_dir.checkpoint(self.step) / "trainer")
 
-    async def train(self) -> Progress | None:
+    async def train(self) -> InitProgress | None:
         """Train, then load the best weights into the drafter. Returns None when asked to stop early; whole epochs are saved."""
         (rollouts, holdout), config = self.split, self.run.config
         if self.progress is None or self.progress.epoch < config.init.epochs:
@@ -96,7 +82,7 @@ class Training:
             if row is None:
                 return None
             self.run.log(self.step, row | self._evaluate(self.progress.epoch + 1, records))
-            state = replace(self.run.state, step=self.step, task_position=asdict(self.progress))
+            state = replace(self.run.state, step=self.step, init=self.progress)
             with new_checkpoint(self.run.run_dir, state, keep_last=1) as folder:
                 self.trainer.save(folder / "trainer")
         if self.progress is not None:
@@ -138,7 +124,7 @@ class Training:
         when = f"after epoch {epoch}" if epoch else "before training"
         self.run.console.say(f"{when}: expected acceptance length {evaluated[EXPECTED]:.3f}")
         if before is None or evaluated[EXPECTED] > before.best[EXPECTED]:
-            self.progress = Progress(epoch, evaluated, epoch)
+            self.progress = InitProgress(epoch, evaluated, epoch)
             self.trainer.drafter.save(self.best_folder, self.trainer.serving_dtype)
         else:
             self.progress = replace(before, epoch=epoch)

@@ -88,7 +88,6 @@ def train(config: RunConfig, resume: bool) -> int:
 
             tokenizer, roles = start_roles(config, cluster, nodes, run_dir, state, ready)
             tracker = tracking.result()
-            tracker.log_dataset(config.task)
             ready("MLflow")
         if config.speculates and config.rollout.speculation.adaptive:
             with console.phase("timing of draft lengths"):

@@ -33,7 +33,7 @@ def run(tmp_path):
 
 
 def state_at(step, config=None, fingerprints=None):
-    return RunState(step, Versions(step, step // 2), {"epoch": 0}, config or {}, fingerprints or {})
+    return RunState(step, Versions(step, step // 2), config or {}, fingerprints or {})
 
 
 def save(run, step, keep_last=9, content=b"weights"):
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_another_version_is_neither_used_nor_passed_over(run):
     """Passed over, it would be deleted with all that a run from the first step on writes again."""
     save(run, 1)
     (run.checkpoint(1) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
-    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 9: resume with"):
+    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 10: resume with"):
         latest_checkpoint(run)
     assert run.checkpoint(1).is_dir()
 
@@ -158,7 +158,7 @@ elif sys.argv[2] == "sealing":
     os.replace = lambda source, target: kill() if "step_" in str(target.name) else replace(source, target)
 else:
     checkpoint.shutil.rmtree = lambda path, **options: options or kill()
-state = checkpoint.RunState(2, Versions(2, 1), None, {}, {})
+state = checkpoint.RunState(2, Versions(2, 1), {}, {})
 with checkpoint.new_checkpoint(run, state, keep_last=1) as folder:
     (folder / "weights").write_bytes(b"new")
 """

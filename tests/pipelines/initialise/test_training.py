@@ -64,7 +64,7 @@ def build(records, new_trainer, run_config):
         fresh = not (config.run_root / name).exists()
         run_dir = RunDir.create(config.run_root, name) if fresh else RunDir(config.run_root, name)
         checkpoint = latest_checkpoint(run_dir)
-        state = load_state(checkpoint) if checkpoint else RunState(0, Versions(0, 0), None, {}, {"model": "m"})
+        state = load_state(checkpoint) if checkpoint else RunState(0, Versions(0, 0), {}, {"model": "m"})
         recorder = Recorder(records)
         record = RunRecord(
             config=config,
