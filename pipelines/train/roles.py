@@ -8,8 +8,9 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
-from cotrain.loop.controller import HISTORY, POLICY_FILE, Roles
+from cotrain.loop.controller import HISTORY, POLICY_FILE
 from cotrain.loop.reactor import Reactor
+from cotrain.loop.roles import Roles
 from cotrain.process.cluster import Cluster
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, publisher_spec
 from cotrain.run.checkpoint import RunState

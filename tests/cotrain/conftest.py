@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.loop.controller import Controller, Records, Roles
+from cotrain.loop.controller import Controller, Records
 from cotrain.loop.producer import Prompts
+from cotrain.loop.roles import Roles
 from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import (
     Prompt,
@@ -27,8 +28,8 @@ from tests.cotrain.simulated_roles import TOKENIZER, Drafter, Nodes, Policy, Rea
 @pytest.fixture
 def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A controller in a run folder of its own; a second one of the same name resumes it."""
-    monkeypatch.setattr("cotrain.loop.controller.check_features", lambda *_: 0.0)
-    monkeypatch.setattr("cotrain.loop.controller.check_records", lambda *_: None)
+    monkeypatch.setattr("cotrain.loop.checks.check_features", lambda *_: 0.0)
+    monkeypatch.setattr("cotrain.loop.checks.check_records", lambda *_: None)
     opened: list[Any] = []
 
     def build(

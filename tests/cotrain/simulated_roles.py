@@ -82,6 +82,8 @@ class Reactor:
 
     def wait(self, references: Any) -> None: ...
 
+    def watch(self, tick: Any, describe: Any) -> None: ...
+
 
 class Learner:
     """A call that has begun holds its result."""

@@ -97,7 +97,7 @@ def main(model: str, faults: dict[str, list[str]]) -> None:
     from vllm import EngineArgs
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    from cotrain.sidecar import plugin
+    from cotrain.engine.host import plugin
 
     def configured() -> list[Any]:
         """What of an engine's configuration the sidecar changes."""

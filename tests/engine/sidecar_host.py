@@ -153,7 +153,7 @@ def main(descriptor: int, model: str, *options: str) -> None:
     with os.fdopen(descriptor, "w", buffering=1) as answers:
         host = Host(model, *(option for option in options if option == "dummy"))
         if {"reports often", "interpreted"}.intersection(options):
-            from cotrain.sidecar import scheduling, worker
+            from cotrain.engine.host import scheduling, worker
 
             scheduling.REPORT_SECONDS = worker.REPORT_SECONDS = REPORT_SECONDS
         print("ready", file=answers)

@@ -12,10 +12,10 @@ import pytest
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
+from cotrain.engine.host import adoption
 from cotrain.engine.host.adoption import MARK, NotAdopted, check_arguments, check_config, configured
 from cotrain.engine.interface import RUNNER, RUNNER_V2, SIDECAR_OF_RUNNER
 from cotrain.models.loading import resolve_model
-from cotrain.sidecar import adoption
 from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Spool
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
