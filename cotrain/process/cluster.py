@@ -32,8 +32,7 @@ RAY_ENVIRONMENT = {
 OBJECT_STORE_BYTES = 256 * 2**20
 """Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory."""
 
-CONNECT_SECONDS = 10.0
-"""How long to try cluster.address before reporting that no cluster answers."""
+CONNECT_SECONDS = 10.0  # how long to try cluster.address before reporting that no cluster answers
 
 LONGEST_TMPDIR = 13
 """Bytes of a TMPDIR in which Ray's sockets have paths of at most the kernel's 107 bytes; a longer one is left for /tmp."""
@@ -101,8 +100,7 @@ class Cluster:
         Raises RunFailure when no cluster answers at cluster.address, or when the cluster cannot place all roles.
         """
         self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
-        self._actors: dict[str, tuple[Any, str]] = {}
-        """Each actor and its log file, by the actor's id."""
+        self._actors: dict[str, tuple[Any, str]] = {}  # each actor and its log file, by the actor's id
         self._answered: set[str] = set()
         with ExitStack() as stack:
             self.scratch = stack.enter_context(scratch_folder(config.name))
@@ -115,13 +113,8 @@ class Cluster:
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
             gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
             self.device, self.gpus = place(config, gpus)
-            self._group, self._places = reserve(config, self.gpus)
+            self._group, self.node_of = reserve(config, self.gpus)
             self._stack = stack.pop_all()
-
-    @property
-    def node_of(self) -> dict[str, str]:
-        """Id of the node of each role."""
-        return {role: node for role, (_, node) in self._places.items()}
 
     @property
     def local_node(self) -> str:
@@ -135,7 +128,7 @@ class Cluster:
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        log_file, (index, _) = str((self._logs / f"{role}.log").resolve()), self._places[role]
+        log_file, index = str((self._logs / f"{role}.log").resolve()), [*self.node_of].index(role)
         options |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
         place = PlacementGroupSchedulingStrategy(self._group, index)
         return self._start(actor_class, (log_file,), log_file, scheduling_strategy=place, **options)
@@ -154,14 +147,12 @@ class Cluster:
         return actor
 
     def node_name(self, node: str) -> str:
-        """Return the name of a node for messages: its address, and its short id too if two nodes share the address."""
-        known = {row["NodeID"]: row["NodeManagerAddress"] for row in self._ray.nodes()}
-        address = known.get(node, "a lost node")
-        return f"{address} ({node[:8]})" if list(known.values()).count(address) > 1 else address
+        """Return the name of a node for messages: its address and its short id."""
+        return f"{self.node_address(node)} ({node[:8]})"
 
     def node_address(self, node: str) -> str:
         """Return the address at which processes on other nodes reach those on a node."""
-        return next(row["NodeManagerAddress"] for row in self._ray.nodes() if row["NodeID"] == node)
+        return next((row["NodeManagerAddress"] for row in self._ray.nodes() if row["NodeID"] == node), "a lost node")
 
     def _log_of_ray(self, data: dict[str, Any], ignore_prefix: bool) -> None:
         with (self._logs / "ray.log").open("a") as log:
@@ -240,6 +231,7 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         temporary = tempfile.gettempdir()
         base = Path(temporary if len(temporary.encode()) <= LONGEST_TMPDIR else "/tmp")
+        # The roles take turns on the cores, so there may be more of them than cores.
         options |= {"include_dashboard": False, "num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES}
         options["_temp_dir"] = str(stack.enter_context(scratch_folder("ray", base)))
     import ray

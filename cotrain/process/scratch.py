@@ -15,11 +15,9 @@ from pathlib import Path
 LOCK_NAME = ".owner"
 PREFIX = "cotrain-"
 SHARED_MEMORY = Path("/dev/shm")
-MOST_NAME = 24
-"""Characters of a name in that of a folder, because the path of a socket may have 107 bytes."""
+MOST_NAME = 24  # characters of a name in that of a folder, because the path of a socket may have 107 bytes
 
-_own: set[Path] = set()
-"""Folders of this process."""
+_own: set[Path] = set()  # folders of this process
 
 
 @contextmanager

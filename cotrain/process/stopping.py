@@ -12,8 +12,7 @@ import psutil
 from cotrain.process.children import handling
 from cotrain.process.scratch import SHARED_MEMORY, remove_scratch_folders
 
-INTERRUPTED = 130
-"""Exit status."""
+INTERRUPTED = 130  # exit status
 POLITE_SECONDS = 3.0
 """After this time, a stop no longer waits for what it has interrupted. Python drops an exception that a signal raises in a callback,
 and one that is raised inside an import can leave a lock behind."""

@@ -44,10 +44,8 @@ class InitProgress:
     """Where `cotrain init` stands after an epoch, besides the trainer's own state."""
 
     epoch: int
-    best: dict[str, float]
-    """Metrics of the best evaluation so far, whose drafter is in the run folder."""
-    best_epoch: int
-    """0 before training."""
+    best: dict[str, float]  # metrics of the best evaluation so far, whose drafter is in the run folder
+    best_epoch: int  # 0 before training
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,11 @@ class RunState:
     """The configuration, as model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]
     """Digests of the policy's and the tokenizer's files, from model_fingerprints(), and of a run's task."""
-    seconds: float = 0.0
-    """Duration of all steps so far."""
-    lossless: dict[str, Any] | None = None
-    """LosslessMonitor.state()."""
-    drafting: dict[str, Any] | None = None
-    """Publisher.state(); None without a drafter."""
-    stream: dict[str, Any] | None = None
-    """Producer.state(); only a run has one."""
-    init: InitProgress | None = None
-    """None before the first evaluation, and for all but `cotrain init`."""
+    seconds: float = 0.0  # duration of all steps so far
+    lossless: dict[str, Any] | None = None  # LosslessMonitor.state()
+    drafting: dict[str, Any] | None = None  # Publisher.state(); None without a drafter
+    stream: dict[str, Any] | None = None  # Producer.state(); only a run has one
+    init: InitProgress | None = None  # None before the first evaluation, and for all but `cotrain init`
     heads: dict[str, int] = field(default_factory=dict)
     """Policy version of each embedding and head that a sidecar knows, by digest."""
 

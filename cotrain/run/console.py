@@ -15,11 +15,9 @@ from rich.console import Console as RichConsole
 from cotrain.records import Versions
 
 Metrics = Mapping[str, float | None]
-WIDTH = 120
-"""Characters of a line of the console, apart from single words that are longer."""
+WIDTH = 120  # characters of a line of the console, apart from single words that are longer
 
-ETA_WINDOW = 10
-"""Number of recent steps from which the time left is estimated; the first ones are slower."""
+ETA_WINDOW = 10  # number of recent steps from which the time left is estimated; the first ones are slower
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("time/step_s", "{:.1f}s"),
@@ -27,7 +25,6 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("lag", "lag {:.1f}"),
     ("rollout/response_length", "len {:.0f}"),
     ("rollout/acceptance_length", "accept {:.2f}"),
-    ("drafter_alone", "drafter {:.2f}"),
     ("rollout/expected_acceptance_length", "(exp {:.2f})"),
     ("no_drafts", "no drafts (exp {:.2f} if drafted)"),
     ("draft_length", "k {:.2g}"),
@@ -88,8 +85,6 @@ def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions
         shown["draft_length"] = (metrics.get("rollout/drafted_tokens") or 0) / drafts
     else:
         shown["no_drafts"] = metrics.get("rollout/expected_acceptance_length_longest")
-    if "history/tokens" in metrics:
-        shown["drafter_alone"] = metrics.get("rollout/acceptance_length_serving")
     if "time/wait_for_rollouts_s" in metrics:  # generation runs ahead of learning
         shown["lag"] = metrics.get("stream/lag_mean")
     if not round(metrics.get("policy/kl") or 0, 3):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from cotrain.config.schema import RunConfig, default_run_root
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SQLITE = "sqlite:///"
-URI_VARIABLE = "MLFLOW_TRACKING_URI"
-"""Environment variable with the store of runs and commands that name none."""
+URI_VARIABLE = "MLFLOW_TRACKING_URI"  # environment variable with the store of runs and commands that name none
 EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 """Environment variable with the experiment of runs; `cotrain ablate` sets it to the study's name unless it is set."""
 HEALTH_TIMEOUT_S = 5.0
@@ -43,18 +42,18 @@ def default_uri(run_root: Path | None = None) -> str:
 
 def absolute_uri(uri: str) -> str:
     """Return the URI such that it means the same store in any working directory."""
-    database, (_, mark, options) = sqlite_file(uri), uri.partition("?")
-    return uri if database is None else sqlite_uri(database.resolve()) + mark + options
+    database = sqlite_file(uri)
+    return sqlite_uri(database.resolve()) if database else uri
 
 
 def sqlite_uri(database: Path) -> str:
-    """Return the URI of an sqlite file, with what SQLAlchemy would decode escaped."""
-    return SQLITE + str(database).replace("%", "%25").replace("?", "%3F")
+    """Return the URI of an sqlite file."""
+    return f"{SQLITE}{database}"
 
 
 def sqlite_file(uri: str) -> Path | None:
     """Return the database file of a sqlite URI; None for a server."""
-    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])) if uri.startswith(SQLITE) else None
+    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
 
 
 def uri_argument(uri: str) -> str:
@@ -68,6 +67,10 @@ def check_uri(uri: str) -> None:
     field = URI_VARIABLE if variable and absolute_uri(variable) == uri else "tracking.uri"
     if database and not can_write(database):
         raise ValueError(f"{field}: {database} cannot be written; set tracking.uri or run_root elsewhere")
+    if database and {"%", "?"} & set(uri):  # SQLAlchemy would decode what follows
+        raise ValueError(
+            f"{field}: MLflow cannot use a path with % or ? ({database}); set tracking.uri or run_root elsewhere"
+        )
     if uri.startswith(("http://", "https://")):
         try:
             urlopen(f"{uri.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S).close()
@@ -106,10 +109,6 @@ def connect(uri: str) -> "MlflowClient":
         client.search_experiments(max_results=1)
     except mlflow.MlflowException as error:
         raise ValueError(f"tracking.uri or {URI_VARIABLE}: {uri} cannot be used: {in_short(error)}") from error
-    if database and "%" in uri:  # opening its two stores, MLflow makes an empty folder of the path as the URI writes it
-        client.search_registered_models(max_results=1)
-        with suppress(OSError):
-            os.removedirs(Path(uri.removeprefix(SQLITE)).parent)
     return client
 
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from cotrain.run.mlflow_store import in_short
 
-MOST_WAITING = 1000
-"""Most entries that wait for a store that is down; the oldest are dropped."""
+MOST_WAITING = 1000  # most entries that wait for a store that is down; the oldest are dropped
 
 
 class Entry(NamedTuple):

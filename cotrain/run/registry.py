@@ -18,12 +18,9 @@ from cotrain.run.checkpoint import file_digest, model_fingerprints
 from cotrain.run.mlflow_store import absolute_uri, connect, in_short, sqlite_file
 
 FILES = ("config.json", "model.safetensors")
-DIGEST_TAG, POLICY_TAG = "blake2b.", "policy_fingerprint"
-SHOWN_TAGS = (
-    "policy_version", "drafter_version", "acceptance_length", "num_speculative_tokens", "num_drafts", "run_name"
-)  # fmt: skip
-NATIVE = "native"
-"""What a user calls the MTP head that came with a policy."""
+DIGEST_TAG, POLICY_TAG, EXPECTED_TAG = "blake2b.", "policy_fingerprint", "expected_acceptance_length"
+SHOWN_TAGS = ("policy_version", "drafter_version", EXPECTED_TAG, "run_name")
+NATIVE = "native"  # what a user calls the MTP head that came with a policy
 
 
 def list_drafters(uri: str) -> list[ModelVersion]:

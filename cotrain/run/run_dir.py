@@ -9,8 +9,7 @@ from filelock import FileLock, Timeout
 
 from cotrain.config.schema import default_run_root
 
-FAILURE = "failure.txt"
-"""File beside the logs of an attempt that failed, with the reason."""
+FAILURE = "failure.txt"  # file beside the logs of an attempt that failed, with the reason
 
 
 class RunDir(AbstractContextManager["RunDir"]):

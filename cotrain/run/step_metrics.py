@@ -8,7 +8,7 @@ import numpy as np
 
 from cotrain.acceptance_stats import counts_by_versions, total_counts
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout
-from cotrain.run.metrics import metrics_of, speculation_metrics
+from cotrain.run.metrics import speculation_metrics
 
 
 def rollout_metrics(
@@ -37,7 +37,7 @@ def rollout_metrics(
     for age, name in enumerate(("serving", "previous")):
         counts = total_counts(c for v, c in by_versions.items() if v.drafter == drafter_version - age)
         if counts is not None and counts.num_drafts:
-            metrics |= {f"rollout/acceptance_length_{name}": counts.acceptance_length} | metrics_of(counts, age)
+            metrics[f"rollout/acceptance_length_{name}"] = counts.acceptance_length
     if window.seconds:
         metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
     metrics |= {} if window.gain is None else window.gain.metrics()

@@ -8,30 +8,26 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlflow.entities import LoggedModelOutput, Metric, Param
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking.context.registry import resolve_tags
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
 from cotrain.config.schema import RunConfig
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
-from cotrain.run.metrics import ServedDrafts
 from cotrain.run.mlflow_store import connect, experiment_id, tracking_uri
 from cotrain.run.outbox import Outbox
-from cotrain.run.provenance import config_hash, flatten, git_state
-from cotrain.run.registry import DIGEST_TAG, FILES, POLICY_TAG
+from cotrain.run.provenance import config_hash, flatten
+from cotrain.run.registry import DIGEST_TAG, EXPECTED_TAG, FILES, POLICY_TAG
 from cotrain.run.rows import DrafterEvent
 from cotrain.run.run_dir import resume_arguments
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
-FOLDER_TAG = "cotrain.run_folder"
-"""Tag of a run with a digest of its folder's path."""
+FOLDER_TAG = "cotrain.run_folder"  # tag of a run with a digest of its folder's path
+EXPECTED = "drafter/expected_acceptance_length"
+"""Metric of a published drafter with the most draft tokens, on held-out rollouts."""
 MARKER = "step"
 """A metric that is sent with every row. MLflow stores rows whole, so its history tells which steps MLflow has."""
 
@@ -54,17 +50,14 @@ class Tracker(AbstractContextManager["Tracker"]):
         Raises ValueError when the store does not answer; later failures are only reported.
         """
         self.uri = tracking_uri(config)
-        self._config, self._policy = config, policy
-        self._client = client = connect(self.uri)
-        self.registered_model = _registered_model(client, config.model, policy, say)
-        self.run_id = run_id = _start_run(client, config, history, say)
-        self._has = {point.step: True for point in client.get_metric_history(run_id, MARKER)}
+        self._config, self._policy, self._client = config, policy, connect(self.uri)
+        self._outbox = Outbox(lambda text: self._client.set_tag(self.run_id, "cotrain.failures", text), say)
+        self.registered_model, self.run_id = self._own_registered_model(), self._start_run(history)
+        self._has = {point.step: True for point in self._client.get_metric_history(self.run_id, MARKER)}
         """Whether MLflow has a step."""
-        self._served = ServedDrafts()
-        rows = client.search_model_versions(f"run_id = '{run_id}' AND tags.drafter_version LIKE '%'")
+        rows = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
         rows.sort(key=lambda row: int(row.version))  # if a drafter was registered twice, the newest registration counts
         self._registered = {int(row.tags["drafter_version"]): row for row in rows}
-        self._outbox = Outbox(lambda text: self._client.set_tag(run_id, "cotrain.failures", text), say)
         self._finished = False
         for row in history or ():
             self.log_step(row["step"], row)
@@ -75,11 +68,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         return f"mlflow {len(self._missing())} behind" if self._outbox.is_down and self._missing() else ""
 
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Queue one step, unless MLflow has it already: a replayed step is not recorded twice.
-
-        Drafters that drafted are tagged with their acceptance so far, and the alias `best` moves to the best of the run.
-        """
-        drafted = self._served.add(int(metrics.get("versions/drafter") or 0), metrics)
+        """Queue one step, unless MLflow has it already: a replayed step is not recorded twice."""
         if step in self._has:
             return
         self._has[step] = False
@@ -91,14 +80,11 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._has[step] = True
 
         self._outbox.add(f"step {step}", send)
-        for version in drafted:
-            sends = partial(self._send_served, version, self._served.of(version), self._served.best(), step)
-            self._outbox.add(f"the acceptance of drafter {version}", sends)
 
     def log_drafter(
         self, folder: Path, versions: Versions, step: int, metrics: Mapping[str, float], tags: Mapping[str, str]
     ) -> Future[int | None]:
-        """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, alias `serving`.
+        """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, aliases `serving` and `best`.
 
         `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
         registered version, or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
@@ -143,28 +129,65 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _missing(self) -> list[int]:
         return [step for step, has in self._has.items() if not has]
 
+    def _own_registered_model(self) -> str:
+        """Return the registered model of this policy: another policy with the same name may have taken the plain name."""
+        name, policy = registered_name(self._config.model), self._policy
+        models = self._client.search_registered_models(f"name = '{name}'")
+        if not (policy and models) or models[0].tags.get(POLICY_TAG, policy) == policy:
+            return name
+        own = f"{name.removesuffix('drafter')}{policy[:8]}-drafter"
+        self._outbox.say(f"MLflow has drafters of another policy as {name}; those of this run become {own}")
+        return own
+
+    def _start_run(self, history: Sequence[Mapping[str, Any]] | None) -> str:
+        """Continue the newest run of this folder or create one, with its parameters. Returns the run's id."""
+        config, client, experiment = self._config, self._client, experiment_id(self._client, self.uri)
+        # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
+        folder = hashlib.blake2b(str((config.run_root / config.name).resolve()).encode(), digest_size=6).hexdigest()
+        of_this_folder = f"tags.`{FOLDER_TAG}` = '{folder}'"
+        for stale in client.search_runs([experiment], f"{of_this_folder} AND attributes.status = 'RUNNING'"):
+            client.set_terminated(stale.info.run_id, "FAILED")
+        if history is not None:
+            # Parameters cannot be changed, so a run that begins again with other settings is another one.
+            same = of_this_folder if history else f"{of_this_folder} AND tags.config_hash = '{config_hash(config)}'"
+            if newest := client.search_runs([experiment], same, max_results=1):  # the newest comes first
+                client.update_run(newest[0].info.run_id, status="RUNNING")
+                return newest[0].info.run_id
+            self._outbox.say("MLflow has no run of this folder; a new one is started from metrics.jsonl")
+        tags = resolve_tags() | {FOLDER_TAG: folder, "config_hash": config_hash(config)}
+        run_id = client.create_run(experiment, tags=tags, run_name=config.name).info.run_id
+        # MLflow refuses to change a parameter; the few that a resume may change keep their first value.
+        fields = flatten(config.model_dump(mode="json")).items()
+        params = [Param(re.sub(r"[^\w. :/-]", "_", name), str(value)) for name, value in fields]
+        client.log_batch(run_id, params=params)
+        return run_id
+
     # -- the sending thread ------------------------------------------------------------------------------------------
 
     def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> int:
         """Register a drafter, unless a resumed run has registered it before, and move the alias `serving` to it."""
         number = int(tags["drafter_version"])
-        parent = self._registered.get(max((older for older in self._registered if older < number), default=-1))
-        tags = tags | {"parent_version": str(parent.version) if parent else "none"}
+        earlier = [row for older, row in sorted(self._registered.items()) if older < number]
+        tags = tags | {"parent_version": str(earlier[-1].version) if earlier else "none"}
         tags |= {DIGEST_TAG + file: file_digest(folder / file) for file in FILES}
+        if EXPECTED in metrics:
+            tags[EXPECTED_TAG] = f"{metrics[EXPECTED]:.4f}"
         version = self._registered.get(number)
         if version is None or not version.tags.items() >= tags.items():
             version = self._registered[number] = self._register(folder, tags)
             model_id = model_id_of(version)
             self._client.log_outputs(self.run_id, [LoggedModelOutput(model_id, step=step)])
             self._client.log_batch(self.run_id, metrics=_points(metrics, step, model_id))
-        self._client.set_registered_model_alias(self.registered_model, "serving", str(version.version))
+        for alias, row in (("serving", version), ("best", best_of([*earlier, version]))):
+            self._client.set_registered_model_alias(self.registered_model, alias, str(row.version))
         return int(version.version)
 
     def _register(self, folder: Path, tags: dict[str, str]) -> ModelVersion:
         client, registered, run_id, number = self._client, self.registered_model, self.run_id, tags["drafter_version"]
-        fields: dict[str, Any] = {"source_run_id": run_id, "tags": tags, "model_type": "drafter"}
         experiment = client.get_run(run_id).info.experiment_id
-        model_id = client.create_logged_model(experiment, f"drafter-d{number}", **fields).model_id
+        model_id = client.create_logged_model(
+            experiment, f"drafter-d{number}", run_id, tags, model_type="drafter"
+        ).model_id
         client.log_model_artifacts(model_id, str(folder))
         client.finalize_logged_model(model_id, "READY")
         if not client.search_registered_models(f"name = '{registered}'"):
@@ -176,61 +199,24 @@ class Tracker(AbstractContextManager["Tracker"]):
             registered, f"models:/{model_id}", run_id, tags, description=about, model_id=model_id
         )
 
-    def _send_served(self, drafter_version: int, reached: Mapping[str, float], best: int | None, step: int) -> None:
-        """Log and tag a drafter's acceptance, and move the alias `best`. Drafters that are not registered are skipped."""
-        if version := self._registered.get(drafter_version):
-            self._client.log_batch(self.run_id, metrics=_points(reached, step, model_id_of(version)))
-            for name, value in reached.items():
-                self._client.set_model_version_tag(version.name, str(version.version), name, str(value))
-        if best_version := self._registered.get(best or 0):
-            self._client.set_registered_model_alias(self.registered_model, "best", str(best_version.version))
-
-
-def _registered_model(client: "MlflowClient", policy_model: str, policy: str, say: Callable[[str], None]) -> str:
-    """Return the registered model of this policy: another policy with the same name may have taken the plain name."""
-    name = registered_name(policy_model)
-    models = client.search_registered_models(f"name = '{name}'")
-    if not (policy and models) or models[0].tags.get(POLICY_TAG, policy) == policy:
-        return name
-    own = f"{name.removesuffix('drafter')}{policy[:8]}-drafter"
-    say(f"MLflow has drafters of another policy as {name}; those of this run become {own}")
-    return own
-
-
-def _start_run(
-    client: "MlflowClient",
-    config: RunConfig | SidecarConfig,
-    history: Sequence[Mapping[str, Any]] | None,
-    say: Callable[[str], None],
-) -> str:
-    """Continue the newest run of this folder or create one, with its parameters. Returns the run's id."""
-    experiment = experiment_id(client, tracking_uri(config))
-    # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.
-    folder = hashlib.blake2b(str((config.run_root / config.name).resolve()).encode(), digest_size=6).hexdigest()
-    of_this_folder = f"tags.`{FOLDER_TAG}` = '{folder}'"
-    for stale in client.search_runs([experiment], f"{of_this_folder} AND attributes.status = 'RUNNING'"):
-        client.set_terminated(stale.info.run_id, "FAILED")
-    if history is not None:
-        # Parameters cannot be changed, so a run that begins again with other settings is another one.
-        same = of_this_folder if history else f"{of_this_folder} AND tags.config_hash = '{config_hash(config)}'"
-        if newest := client.search_runs([experiment], same, max_results=1):  # the newest comes first
-            client.update_run(newest[0].info.run_id, status="RUNNING")
-            return newest[0].info.run_id
-        say("MLflow has no run of this folder; a new one is started from metrics.jsonl")
-    tags = resolve_tags() | {FOLDER_TAG: folder, "config_hash": config_hash(config)}
-    if git := git_state(Path(__file__).parent)[0]:
-        tags |= {MLFLOW_GIT_COMMIT: git["commit"], MLFLOW_GIT_DIRTY: str(git["dirty"])}
-    run_id = client.create_run(experiment, tags=tags, run_name=config.name).info.run_id
-    # MLflow refuses to change a parameter; the few that a resume may change keep their first value.
-    fields = flatten(config.model_dump(mode="json")).items()
-    client.log_batch(run_id, params=[Param(re.sub(r"[^\w. :/-]", "_", name), str(value)) for name, value in fields])
-    return run_id
-
 
 def registered_name(policy_model: str) -> str:
     """Return `<policy>-drafter` for a policy given as a folder, a hub id or a bundled model."""
     name = Path(policy_model.removeprefix("bundled:")).name
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-drafter"
+
+
+def best_of(rows: Sequence[ModelVersion]) -> ModelVersion:
+    """Return the drafter with the longest expected acceptance length, of versions in the order of their publication.
+
+    What serves again after a roll back has no expectation; only that and later versions count.
+    """
+    best = rows[0]
+    for row in rows[1:]:
+        expected = row.tags.get(EXPECTED_TAG)
+        if expected is None or float(expected) >= float(best.tags.get(EXPECTED_TAG, 0.0)):
+            best = row
+    return best
 
 
 def model_id_of(version: ModelVersion) -> str:

@@ -16,8 +16,7 @@ FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 GSM8K_ANSWER = re.compile(r"(?<!#)####(?!#)([^\n]*)\s*$")
 """The end of GSM8K's solutions, in their last line."""
 
-MOST_LISTED = 10
-"""Bad rows that an error lists; it counts the others."""
+MOST_LISTED = 10  # bad rows that an error lists; it counts the others
 
 
 class DatasetProblems:

@@ -16,8 +16,7 @@ from cotrain.records import Prompt
 from cotrain.tasks.answers import extract_answer, extract_number, number_in
 from cotrain.tasks.messages import Messages
 
-Reward = Callable[[Messages, str, Any], float]
-"""(prompt messages, response, answer) -> finite float."""
+Reward = Callable[[Messages, str, Any], float]  # (prompt messages, response, answer) -> finite float
 
 NOT_THE_USERS = ("cotrain", "pipelines", "drafters", "importlib", "pkgutil")
 """Packages whose frames are left out of the traceback of a user's function."""

@@ -26,7 +26,6 @@ from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
 from cotrain.run.checkpoint import InitProgress, RunState, check_resume, model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned, duration
-from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.provenance import write_provenance
 from cotrain.run.registry import first_drafter
@@ -200,12 +199,14 @@ class Initialisation:
 
     def _register(self, tracker: Tracker, figures: dict[str, Any], served: SpeculationCounts) -> dict[str, Any]:
         """Register the drafter in MLflow, and return its name and version there."""
-        step = figures["steps"]
-        metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
+        metrics = {
+            EXPECTED: figures["expected_acceptance_length"],
+            "vocabulary_coverage": figures["vocabulary_coverage"],
+        }
+        metrics |= {"acceptance_length": served.acceptance_length, "num_drafts": served.num_drafts}
         tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
         folder, versions = self.run_dir.path / "drafter", Versions(0, DRAFTER_VERSION)
-        registered = tracker.log_drafter(folder, versions, step, metrics, tags)
-        tracker.log_step(step + 1, metrics_of(served) | {"versions/drafter": DRAFTER_VERSION})
+        registered = tracker.log_drafter(folder, versions, figures["steps"], metrics, tags)
         tracker.finish()
         version = registered.result() if registered.done() else None  # MLflow may not have answered yet
         return {"registered_model": tracker.registered_model, "registered_version": version}

@@ -10,12 +10,9 @@ from mlflow import MlflowClient
 from cotrain.process.cluster import free_port
 from cotrain.records import Versions
 from cotrain.run import outbox
-from cotrain.run.metrics import metrics_of
 from cotrain.run.rows import DrafterEvent, RowFile
 from cotrain.run.tracking import Tracker
-from tests.speculation_counts import counts
 
-NAME = "smollm2-135m-instruct-drafter"
 TAGS = {"init": "random", "data_fingerprint": "abc"}
 
 
@@ -106,23 +103,21 @@ def test_a_store_that_is_down_at_the_end_is_said(run_config, mlflow_database, mo
     assert "it lacks step 1, the status FINISHED. Nothing is lost" in said[-1] and "--resume first" in said[-1]
 
 
-def test_a_version_that_was_deleted_holds_up_nothing_else(run_config, client, drafter):
+def test_a_drafter_that_is_refused_holds_up_nothing_else(run_config, client, drafter, tmp_path):
     said = []
     with Tracker(run_config(), say=said.append) as tracker:
-        assert tracker.log_drafter(drafter, Versions(1, 1), 1, {}, TAGS).result(60) == 1
-        client.delete_model_version(NAME, "1")
-        for step in (2, 3):
-            served = {"versions/drafter": 1} | metrics_of(counts(100, 1, (50,)))
-            tracker.log_step(step, {"a": step} | served)
+        for number in (1, 2):
+            tracker.log_drafter(tmp_path / "gone", Versions(number, number), 1, {}, TAGS)
+            tracker.log_step(number, {"a": number})
         tracker.set_tags({"host": "mine"})
-        assert tracker.log_drafter(drafter, Versions(3, 2), 3, {}, TAGS).result(60) == 2
+        assert tracker.log_drafter(drafter, Versions(3, 3), 3, {}, TAGS).result(60) == 1
     run = client.get_run(tracker.run_id)
-    assert steps_of(client, tracker) == [(2, 2), (3, 3)]
+    assert steps_of(client, tracker) == [(1, 1), (2, 2)]
     assert run.data.tags["host"] == "mine" and run.info.status == "FINISHED"
-    assert run.data.tags["cotrain.failures"].startswith("2 failures, the last one of the acceptance of drafter 1: ")
-    assert len(said) == 2 and said[0].startswith("MLflow does not take the acceptance of drafter 1 (")
-    assert "; restore it in MLflow); the run goes on" in said[0]
-    assert "it lacks the acceptance of drafter 1. Nothing is lost" in said[1]
+    assert run.data.tags["cotrain.failures"].startswith("2 failures, the last one of drafter 2: ")
+    assert len(said) == 2 and said[0].startswith("MLflow does not take drafter 1 (")
+    assert f"; see to {tmp_path}/gone/" in said[0] and "); the run goes on without it" in said[0]
+    assert "it lacks drafter 1, drafter 2. Nothing is lost" in said[1]
 
 
 def test_artifacts_that_cannot_be_written_hold_up_nothing_else(run_config, client, drafter, tmp_path):

@@ -7,10 +7,8 @@ import pytest
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import model_fingerprints
-from cotrain.run.metrics import metrics_of
 from cotrain.run.registry import drafter_folder, drafter_table, first_drafter, list_drafters, pull_drafter
-from cotrain.run.tracking import Tracker
-from tests.speculation_counts import counts
+from cotrain.run.tracking import EXPECTED, Tracker
 
 NAME = "smollm2-135m-instruct-drafter"
 
@@ -28,14 +26,13 @@ def store(empty_mlflow_database, tmp_path_factory):
         task={"type": "reasoning_gym", "name": "chain_sum"},
     )
     with Tracker(config) as tracker:
-        for version, accepted in ((1, (60, 40)), (2, (30, 20))):
+        for version, length in ((1, 2.0), (2, 1.5)):
             folder = root / f"v{version}"
             folder.mkdir()
             (folder / "config.json").write_text(f'{{"version": {version}}}')
             (folder / "model.safetensors").write_bytes(b"weights" * version)
             tags = {"init": "random", "data_fingerprint": "abc"}
-            tracker.log_drafter(folder, Versions(10 + version, version), version, {}, tags).result(10)
-            tracker.log_step(version + 1, {"versions/drafter": version} | metrics_of(counts(100, 2, accepted)))
+            tracker.log_drafter(folder, Versions(10 + version, version), version, {EXPECTED: length}, tags).result(10)
     return root
 
 
@@ -52,7 +49,7 @@ def test_list(uri):
     ]
     head, *lines = drafter_table(rows, uri).splitlines()
     line = next(line for line in lines if "best" in line)
-    assert line.split()[:9] == [NAME, "1", "best", "11", "1", "2.0", "2", "100", "first"], head
+    assert line.split()[:7] == [NAME, "1", "best", "11", "1", "2.0000", "first"], head
 
 
 def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):
