@@ -115,12 +115,17 @@ class Controller:
         return self.state.step
 
     @property
+    def versions(self) -> Versions:
+        """The versions that all engines serve."""
+        return self.roles.current.versions
+
+    @property
     def mode(self) -> str | None:
         """Text that every step line shows while an alarm has switched speculation off; None otherwise."""
         return None if self.roles.publisher is None else self.roles.publisher.mode
 
     def _one_step(self, step: int) -> StepResult:
-        clock, served, lag = Clock(self.records.console), self.state.versions, self.config.stream.max_policy_lag
+        clock, served, lag = Clock(self.records.console), self.versions, self.config.stream.max_policy_lag
         speculates = self.config.speculates and self.mode is None
         self.producer.admit(taps := speculates and self.roles.drafter is not None)
         stream = self.producer.metrics()
@@ -177,7 +182,7 @@ class Controller:
         self, step: int, scored: list[ScoredRollout], clock: Clock
     ) -> tuple[list[Outcome], dict[str, float]]:
         """Return what an alarm has led to, if there is one, and the metrics of the check. Raises DrafterAlarm if one ends the run."""
-        alarms, metrics = self.checks.distribution(step, scored, self.state.versions.policy, self.state.seconds, clock)
+        alarms, metrics = self.checks.distribution(step, scored, self.versions.policy, self.state.seconds, clock)
         if not alarms:
             return [], metrics
         if self.roles.publisher is None:
@@ -200,7 +205,7 @@ class Controller:
         metrics: dict[str, float] = {}
         if drafter is not None and publisher is not None and self.mode is None:
             self.roles.reactor.wait(self._heads.references)
-            outcome = publisher.evaluate(step, batch, self.state.versions)
+            outcome = publisher.evaluate(step, batch)
             self.records.decided(outcome)
             if outcome.swap is not None:
                 version = outcome.events[-1].version
@@ -229,15 +234,13 @@ class Controller:
             reactor.until(lambda: not ledger.count("admitted", "dispatched"))
             self.producer.windows.waited(time.perf_counter() - started)
         reactor.wait(self._heads.references)  # the trainer must have read the file before it is written again
-        versions = self.state.versions
-        version = versions.policy + 1
+        version = self.versions.policy + 1
         payload = self.roles.policy.write_payload(nodes.scratch[self.roles.policy.node] / POLICY_FILE)
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
             self._heads = drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), version)
         swap = self.roles.engines.update_policy(payload, version, self.config.stream.on_swap == "keep_kv")
         self.records.event(step, "policy swapped", version=version)
-        self.state = replace(self.state, versions=Versions(version, versions.drafter))
         return swap
 
     def _keep_drafter(self, step: int, outcome: Outcome) -> None:
@@ -245,27 +248,27 @@ class Controller:
         drafter, config, event = self.roles.drafter, self.config.drafter, outcome.events[-1]
         assert drafter is not None and config is not None
         folder = self.run_dir.drafter(event.version)
-        versions = Versions(self.state.versions.policy, event.version)
-        self.state = replace(self.state, versions=versions)
         tags = {
             "init": config.init or "random",
             "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}",
             "decision": event.reason,
         }
-        self.records.tracker.log_drafter(folder, versions, step, outcome.promised, tags)
+        self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
 
     def _report(self, result: StepResult) -> None:
         """Record a step that has ended."""
         step, row, records = result.step, result.row(self.config), self.records
         self.last_rollouts = result.scored
-        self.state = replace(self.state, step=step, seconds=self.state.seconds + result.seconds["step"])
+        self.state = replace(
+            self.state, step=step, versions=self.versions, seconds=self.state.seconds + result.seconds["step"]
+        )
         acceptance = counts_by_depth(one.rollout for one in result.scored)
         records.steps.write(step, {"engines": result.window.engine_steps, "acceptance": acceptance})
         records.metrics.write(step, row)
         records.tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), result.scored, result.prompts, self.prompts.tokenizer)
         notes = [records.tracker.behind, *(event.in_short() for event in result.events), self.mode or ""]
-        records.console.step(step, self.config.steps, row, self.state.versions, notes)
+        records.console.step(step, self.config.steps, row, self.versions, notes)
         lag = self.config.stream.max_policy_lag
         for advice in records.advice.look(row, lag) if lag else ():
             records.console.say(f"  {advice}")

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cotrain.actors.engines import derived_seed
 from cotrain.config.schema import RunConfig
 from cotrain.loop.ledger import ENGINE_DIED, Group, Ledger
 from cotrain.loop.lengths import LengthHistory
@@ -21,7 +20,7 @@ from cotrain.loop.roles import Roles
 from cotrain.loop.scoring import Scoring
 from cotrain.loop.windows import Windows
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, derived_seed
 from cotrain.run.rows import RowFile
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
@@ -83,11 +82,7 @@ class Producer:
         self._queue: deque[Group] = deque()
         self._outstanding = [0] * rollout.num_engines  # requests that each engine has not finished
         self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._score_lost)
-        roles.reactor.watch(self._scoring.check_time, self.ledger.describe)
-        # Dispatch to a restarted engine again once it has started, or give it up if it dies before.
-        self._engines.starts = lambda i, reply: self._reactor.add(
-            reply, partial(self._came_back, i), partial(self._engines.give_up, i)
-        )
+        roles.reactor.watch(self._tick, self.ledger.describe)
 
     # -- what a step does ---------------------------------------------------------------------------------------------
 
@@ -252,10 +247,6 @@ class Producer:
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
         self._dispatch()
 
-    def _came_back(self, engine: int, _: None) -> None:
-        self._engines.come_back(engine)
-        self._dispatch()
-
     # -- rewards ------------------------------------------------------------------------------------------------------
 
     def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
@@ -275,6 +266,10 @@ class Producer:
         self._queue.appendleft(self.ledger.lose(number, reason))
         self._event("lost", number, reason=reason)
         self._dispatch()
+
+    def _tick(self) -> None:
+        self._scoring.check_time()
+        self._dispatch()  # an engine may have come back
 
     # -- records ------------------------------------------------------------------------------------------------------
 

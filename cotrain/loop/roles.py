@@ -9,6 +9,7 @@ from cotrain.actors.rewards import Rewards
 from cotrain.loop.reactor import Reactor
 from cotrain.publish.publisher import Publisher
 from cotrain.transport.nodes import Nodes
+from cotrain.weights.versions import CurrentWeights
 
 
 @dataclass
@@ -25,3 +26,4 @@ class Roles:
     publisher: Publisher | None
     reactor: Reactor
     nodes: Nodes
+    current: CurrentWeights

@@ -1,9 +1,11 @@
 """What the engines generate and measure between two windows: without lag a window is a step, with lag it ends with one."""
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cotrain.actors.engines import merge
+from cotrain.acceptance_stats import total_counts
 from cotrain.loop.roles import Roles
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal
@@ -77,3 +79,18 @@ class Windows:
         except RunFailure:
             self.lost_features += int(batch.feature_stats["num_rollouts"])
             return replace(batch, features=[], feature_stats={})
+
+
+def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Merge batches that engines generated at the same time; `seconds` is that of the slowest."""
+    stats: Counter[str] = Counter()
+    for batch in batches:
+        stats.update(batch.feature_stats)
+    return RolloutBatch(
+        rollouts=[rollout for batch in batches for rollout in batch.rollouts],
+        features=[shard for batch in batches for shard in batch.features],
+        speculation=total_counts(batch.speculation for batch in batches),
+        seconds=max(batch.seconds for batch in batches),
+        num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
+        feature_stats=dict(stats),
+    )

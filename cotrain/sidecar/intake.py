@@ -16,6 +16,7 @@ from cotrain.records import GainReport, Rollout, RolloutBatch, Segment, SwapRepo
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.spool import EngineFolder, Spool, read_json, write_json
+from cotrain.weights.versions import CurrentWeights
 
 KNOWN_HEADS = 64
 """Most policy heads whose version numbers are remembered. A head that comes back later counts as a new policy."""
@@ -167,8 +168,8 @@ class Intake:
 class Engines:
     """All engines together, as the publisher calls them. Each follows a change of current.json from its next step on."""
 
-    def __init__(self, spool: Spool, intake: Intake):
-        self._path, self._intake = spool.current, intake
+    def __init__(self, spool: Spool, intake: Intake, weights: CurrentWeights):
+        self._path, self._intake, self._weights = spool.current, intake, weights
         self._current: dict[str, Any] = {"version": 0, "on": True}
         self._generated: dict[str, int] = {}
 
@@ -201,6 +202,7 @@ class Engines:
             old.unlink()
         self._generated = {name: e.state.get("generated_tokens", 0) for name, e in self._intake.engines.items()}
         self._write(version=version, path=str(path), digests=payload.digests, expected_rates=expected_rates)
+        self._weights.record_drafter(payload, version)
         return SwapReport(0.0, payload.num_bytes)
 
     def answers(self) -> tuple[list[str], bool]:

@@ -75,7 +75,7 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     bounds = config.share, config.features.max_bytes + WAITING_HEADS * head, config.adaptive, config.replicas
     fixed, inherits = repr((model, speculation, config.adaptive, trainer.drafter.shape)), spool.initial.exists()
     if not inherits:
-        trainer.save_checkpoint(spool.initial, state.drafting["serving"]["version"] if state.drafting else 0)
+        trainer.save_checkpoint(spool.initial, state.versions.drafter)
         write_json(spool.initial / FIXED, fixed)
     elif read_json(spool.initial / FIXED) != fixed:
         what = "another policy, shape of drafter, draft length or adaptive"

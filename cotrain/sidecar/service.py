@@ -19,7 +19,7 @@ from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.publish.decision import Outcome
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
-from cotrain.records import ScoredRollout, Versions
+from cotrain.records import ScoredRollout
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
@@ -29,6 +29,7 @@ from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
 from cotrain.trainer.trainer import DrafterTrainer, FreshScores
+from cotrain.weights.versions import CurrentWeights
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
 MOST_ROUNDS = 10_000  # the chance of a false alarm is shared out over these, since a sidecar has no planned end
@@ -78,16 +79,18 @@ class DrafterService:
         self._metrics, self._decisions = (RowFile(file, resumed_step=self._state.step) for file in files)
         heads = dict(self._state.heads)
         self._intake = Intake(prepared.spool, self._trainer, self._config.num_speculative_tokens, heads)
-        self._engines = Engines(prepared.spool, self._intake)
-        # An alarm may end a host's speculation, but never the host. Its rollouts may be of any earlier policy: sys.maxsize.
+        # A host's rollouts may be of any earlier policy.
+        self._current = CurrentWeights(self._state.versions, sys.maxsize)
+        self._engines = Engines(prepared.spool, self._intake, self._current)
+        # An alarm may end a host's speculation, but never the host.
         drafter = self._config.drafter.model_copy(update={"on_drafter_failure": "continue"})
-        spec = PublisherSpec(drafter, MOST_ROUNDS, sys.maxsize, recomputes=False)
+        spec = PublisherSpec(drafter, MOST_ROUNDS, recomputes=False)
         self._publisher = Publisher(
-            spec, _Trainer(self._trainer), self._engines, prepared.spool.current.parent, None, self._state.versions
+            spec, _Trainer(self._trainer), self._engines, prepared.spool.current.parent, self._current
         )
         if self._state.drafting is not None:
             self._publisher.load_state(self._state.drafting)
-        self._pending: tuple[int, Outcome] | None = None
+        self._pending: tuple[int, int, Outcome] | None = None  # step, version to go back to, and what was decided
         self._inherits = prepared.inherits
         self._ended = time.monotonic()
         self._left_out = Counter[str]()
@@ -109,7 +112,7 @@ class DrafterService:
         self._settle(ends=True)
         if self._state.step > saved:
             self._save()
-        rounds = f"{self._state.step} rounds, drafter version {self._publisher.serving.version} serves"
+        rounds = f"{self._state.step} rounds, drafter version {self._current.versions.drafter} serves"
         self._console.say(f"{rounds}; go on with: cotrain sidecar {self._prepared.run_dir.resume}")
         return self._intake.in_words(since=Counter())
 
@@ -138,9 +141,9 @@ class DrafterService:
         """Begin to work with an engine: send it the drafter that serves, if it started with another one."""
         self._tracker.set_tags({"host": host})
         self._trainer.serving_dtype = getattr(torch, str(dtype), self._trainer.serving_dtype)
-        if self._inherits or self._engines.version != self._publisher.serving.version:
+        if self._inherits or self._engines.version != self._current.versions.drafter:
             self._inherits = False
-            self._send(self._publisher.serving.version)
+            self._send(self._current.versions.drafter)
 
     def _send(self, version: int) -> None:
         payload = self._trainer.write_payload(self._prepared.spool.current.with_name(DRAFTER_FILE), version)
@@ -150,7 +153,7 @@ class DrafterService:
         """Return whether no publication is running. One that every working engine serves is kept, and a refused one undone."""
         if self._pending is None:
             return True
-        step, outcome = self._pending
+        step, before, outcome = self._pending
         refusals, is_served = self._engines.answers()
         if not (refusals or is_served or ends):
             return False
@@ -159,16 +162,13 @@ class DrafterService:
             reason = f"version {event.version} refused, all engines keep what they serve: {refusals[0]}"
             event = replace(event, kind="refused", reason=reason, numbers={})
             self._publisher.serving = outcome.serving
-            self._send(outcome.serving.version)
+            self._send(before)
         else:
-            folder, served = (
-                self._prepared.run_dir.drafter(event.version),
-                replace(self._state.versions, drafter=event.version),
-            )
+            folder = self._prepared.run_dir.drafter(event.version)
             self._trainer.save_checkpoint(folder, event.version)
             tags = {"init": self._config.drafter.init or "random", "decision": event.reason}
             tags["data_fingerprint"] = f"{self._config.name}:the host's requests to round {step - 1}"
-            self._tracker.log_drafter(folder, served, step, outcome.promised, tags)
+            self._tracker.log_drafter(folder, self._current.versions, step, outcome.promised, tags)
         self._note([event])
         return True
 
@@ -183,14 +183,15 @@ class DrafterService:
 
     def _round(self) -> None:
         publisher, batch, step = self._publisher, self._intake.take(), self._state.step + 1
-        versions = Versions(max(rollout.versions.policy for rollout in batch.rollouts), publisher.serving.version)
+        seen = {rollout.versions for rollout in batch.rollouts}
         newest = self._trainer.drafter_version
-        seen = {r.versions for r in batch.rollouts if r.versions.drafter <= newest}
-        outcome = publisher.evaluate(step, batch, versions, seen)
-        self._pending = (step, outcome) if outcome.swap is not None else None
+        self._current.observe(max(v.policy for v in seen), [v for v in seen if v.drafter <= newest])
+        versions = self._current.versions
+        outcome = publisher.evaluate(step, batch)
+        self._pending = (step, versions.drafter, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
         seconds, self._ended = time.monotonic() - self._ended, time.monotonic()
-        self._state = replace(self._state, step=step, versions=versions, seconds=self._state.seconds + seconds)
+        self._state = replace(self._state, step=step, seconds=self._state.seconds + seconds)
         scored = [ScoredRollout(rollout, 0.0, 0.0) for rollout in batch.rollouts]
         row = rollout_metrics(scored, replace(batch, seconds=seconds), versions.drafter, recomputes=False)
         row = {name: value for name, value in row.items() if not name.startswith("policy/")} | outcome.metrics
@@ -214,9 +215,8 @@ class DrafterService:
 
     def _save(self) -> int:
         """Save a checkpoint of everything but the tokens and hidden states of requests. Returns the round."""
-        served = replace(self._state.versions, drafter=self._trainer.drafter_version)
         drafting, heads = self._publisher.state(), self._intake.heads
-        state = replace(self._state, versions=served, heads=heads, drafting=drafting)
+        state = replace(self._state, versions=self._current.versions, heads=heads, drafting=drafting)
         with new_checkpoint(self._prepared.run_dir, state, self._config.checkpoint.keep_last) as folder:
             self._trainer.save(folder / "trainer", with_features=False)
         return state.step

@@ -20,6 +20,7 @@ from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.prompts import PromptOrder
+from cotrain.weights.versions import CurrentWeights
 from tests.cotrain import simulated_roles
 from tests.cotrain.publish.simulated_run import PROMPTS, SAMPLES, World
 from tests.cotrain.simulated_roles import TOKENIZER, Drafter, Nodes, Policy, Reactor, Rewards, Tracker
@@ -58,9 +59,10 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
-        publisher = Publisher(publisher_spec(config), world, world, tmp_path, None, state.versions)
+        current = world.current = CurrentWeights(state.versions, config.stream.max_policy_lag)
+        publisher = Publisher(publisher_spec(config), world, world, tmp_path, current)
         learners: Any = (Policy(), Drafter(world), publisher)
-        roles: Any = Roles(simulated_roles.Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
+        roles: Any = Roles(simulated_roles.Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]

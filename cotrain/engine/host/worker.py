@@ -20,8 +20,8 @@ from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.host.policy_watch import PolicyWatch
 from cotrain.engine.host.scheduling import REPORT_SECONDS, Stamp
 from cotrain.engine.interface import attached, wrap
+from cotrain.engine.loading import ModelWeights
 from cotrain.engine.model_runner_v2 import SpeculatorHook
-from cotrain.engine.weight_transfer import ServedWeights
 from cotrain.records import Versions
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.spool import EngineFolder, Settings, write_json
@@ -51,7 +51,7 @@ class WorkerSidecar:
         """Hook into the worker. What can fail comes first, before anything in the engine is changed."""
         worker, runner = self._worker, self._worker.model_runner
         draft, kept = worker.speculative_config.draft_model_config, self._engine.facts.parent / "kept" / "drafter"
-        self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
+        self._weights = ModelWeights(worker.get_draft_model(), draft, kept, worker.get_model())
         self._policy.write()
         self._knows_policy = worker.vllm_config.load_config.load_format != "dummy"
         self._write_facts()

@@ -17,6 +17,7 @@ from cotrain.records import (
     RolloutBatch,
     RolloutRequest,
     Versions,
+    WeightPayload,
     Window,
 )
 from cotrain.run.checkpoint import RunState, latest_checkpoint
@@ -266,7 +267,8 @@ def test_a_step_without_ended_groups_still_reads_the_weights_back_and_trains(
     monkeypatch.setattr("cotrain.publish.publisher.DELIVERY_CHECK_STEPS", 4)
     world = World(GOOD)
     controller = resume_with_scored_groups(world)
-    controller.roles.publisher._sent, world.lost = {"fc.weight": "0"}, lost
+    world.current.record_drafter(WeightPayload("", 0, {"fc.weight": "0"}), 0)
+    world.lost = lost
     with pytest.raises(DrafterAlarm, match="weights_differ") if lost else nullcontext():
         go(controller, 4)
     assert world.calls == ["take_in", *([] if lost else ["train"])]

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cotrain.acceptance_stats import counts_by_versions, counts_of_steps, last_segment, total_counts
-from cotrain.actors.engines import merge
 from cotrain.loop.ledger import check_lag
-from cotrain.loop.windows import StepWindow
+from cotrain.loop.windows import StepWindow, merge
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout, Segment, Versions
 from cotrain.run.step_metrics import lag_metrics, rollout_metrics

@@ -25,11 +25,11 @@ P, SAMPLES, NUM_PROMPTS = 4, 2, 40
 
 
 class Engines:
-    def __init__(self) -> None:
+    def __init__(self, reactor: Reactor) -> None:
+        self.reactor = reactor
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
         self.in_dispatch = [0]
-        self.starts: Any = None
         self.shared: list[tuple[int, int]] = []
 
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
@@ -46,12 +46,7 @@ class Engines:
     def lose(self, engine: int, failure: RunFailure) -> None:
         if engine in self.in_dispatch:
             self.in_dispatch.remove(engine)
-            self.starts(engine, Reference(("start", engine)))
-
-    def come_back(self, engine: int) -> None:
-        self.in_dispatch.append(engine)
-
-    def give_up(self, engine: int, failure: RunFailure) -> None: ...
+            self.reactor.add(Reference(("start", engine)), lambda _: self.in_dispatch.append(engine))
 
     def take_windows(self) -> dict[int, Window]:
         return {}
@@ -89,10 +84,11 @@ class Stream:
         prompts = Prompts(
             Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
         )  # type: ignore[arg-type]
-        self.cluster, self.engines, self.rewards = Cluster(), Engines(), Rewards()
+        self.cluster, self.rewards = Cluster(), Rewards()
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
+        self.engines = Engines(self.reactor)
         self.events = RowFile(folder / "stream.jsonl")
-        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None)  # type: ignore[arg-type]
+        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None, None)  # type: ignore[arg-type]
         self.producer = Producer(self.config, self.roles, prompts, self.events, served, saved)
         self.prompts = prompts
         self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
@@ -261,11 +257,11 @@ def test_the_time_of_a_scorer_counts_from_when_it_has_started(new: Any, monkeypa
     """The first scorer hangs once, and each start takes longer than a reward may."""
     stream, now = new(timeout=60), 0.0
     monkeypatch.setattr("cotrain.loop.scoring.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
-    born, ready = dict[int, float](), list[Reference]()
+    born, ready = dict[int, tuple[float, Reference]](), list[Reference]()
 
     def answer(reference: Reference) -> None:
         kind, _ = reference.what
-        age = now - born.setdefault(id(reference), now)
+        age = now - born.setdefault(id(reference), (now, reference))[0]
         if kind == "scorer starts" and age > 200:
             ready.append(reference)
         waits = {"scorer starts": age <= 200, "score": len(ready) < 2}  # for the second scorer, as the first one hangs
