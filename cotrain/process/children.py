@@ -27,7 +27,7 @@ def follow_parent(parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent is None and (known := multiprocessing.parent_process()) is not None:
         parent = known.pid
-    if parent is not None and os.getppid() != parent:  # it died before the kernel was asked
+    if parent is not None and os.getppid() != parent:  # it died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # Ctrl-C then reaches only the controller, which finishes its step
@@ -69,7 +69,7 @@ def redirect_output(path: str | Path) -> None:
 
 @contextmanager
 def two_stage_stop(say: Callable[[str], None], unit: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells if SIGINT or SIGTERM has asked to stop after this `unit`. A second does what it did before."""
+    """Yield a function that returns whether to stop after this `unit`, since SIGINT or SIGTERM. A second does what it did before."""
     requested, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def handle(signum: int, frame: Any) -> None:

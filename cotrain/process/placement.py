@@ -8,7 +8,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
 
 PLACEMENT_SECONDS = 60.0
-"""Free resources are found at once. Nodes that a cluster starts on demand may take longer: the run is then started again."""
+"""Free resources are reserved at once. Nodes that a cluster starts on demand may take longer: the run is then started again."""
 
 
 def roles_of(config: RunConfig) -> list[str]:

@@ -41,7 +41,7 @@ and are left out is part of the task's fingerprint."""
 
 @dataclass(frozen=True)
 class InitProgress:
-    """Where `cotrain init` stands after an epoch, besides the trainer's own state."""
+    """Progress of `cotrain init` after an epoch, besides the trainer's own state."""
 
     epoch: int
     best: dict[str, float]  # metrics of the best evaluation so far, whose drafter is in the run folder
@@ -50,7 +50,7 @@ class InitProgress:
 
 @dataclass(frozen=True)
 class RunState:
-    """The contents of state.json: where the run stands after `step`, besides what the learners save themselves."""
+    """The contents of state.json: the state of a run after `step`, besides what the learners save themselves."""
 
     step: int
     versions: Versions

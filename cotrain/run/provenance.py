@@ -64,8 +64,8 @@ def package_versions() -> dict[str, str]:
 def differing_versions(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
     """List the packages whose versions differ between nodes. facts: versions of packages, by node."""
     problems = []
-    for package in dict.fromkeys(package for found in facts.values() for package in found):
-        versions = {name: found.get(package, "missing") for name, found in facts.items()}
+    for package in dict.fromkeys(package for installed in facts.values() for package in installed):
+        versions = {name: installed.get(package, "missing") for name, installed in facts.items()}
         if len(set(versions.values())) > 1:
             problems.append(f"{package} is " + ", ".join(f"{version} on {name}" for name, version in versions.items()))
     return problems

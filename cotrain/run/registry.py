@@ -14,11 +14,11 @@ from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion
 
 from cotrain.models.loading import native_head
-from cotrain.run.checkpoint import file_digest, model_fingerprints
+from cotrain.run.checkpoint import file_digest
 from cotrain.run.mlflow_store import absolute_uri, connect, in_short, sqlite_file
 
 FILES = ("config.json", "model.safetensors")
-DIGEST_TAG, POLICY_TAG, EXPECTED_TAG = "blake2b.", "policy_fingerprint", "expected_acceptance_length"
+DIGEST_TAG, EXPECTED_TAG = "blake2b.", "expected_acceptance_length"
 SHOWN_TAGS = ("policy_version", "drafter_version", EXPECTED_TAG, "run_name")
 NATIVE = "native"  # what a user calls the MTP head that came with a policy
 
@@ -50,11 +50,11 @@ def drafter_table(rows: list[ModelVersion], uri: str) -> str:
     return pd.DataFrame(table).to_string(index=False)
 
 
-def pull_drafter(uri: str, spec: str, folder: Path, model: Path | None = None) -> ModelVersion:
+def pull_drafter(uri: str, spec: str, folder: Path) -> ModelVersion:
     """Copy config.json and model.safetensors of NAME, NAME@alias or NAME/version into `folder`, whole or not at all.
 
-    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter, when a file
-    is not the one that was registered, or when an alias names a drafter of another policy than `model`.
+    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter, or when a file
+    is not the one that was registered.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty; give a new folder")
@@ -65,13 +65,7 @@ def pull_drafter(uri: str, spec: str, folder: Path, model: Path | None = None) -
     if not rows:
         raise ValueError(f"no drafter {spec!r} at {uri}; `cotrain drafters list` shows those that are there")
     row = rows[0]
-    other = model is not None and row.tags.get(POLICY_TAG) not in (None, model_fingerprints(model)["model"])
     source_uri = f"models:/{row.name}/{row.version}"
-    if other and not number:
-        raise ValueError(
-            f"{spec} is a drafter of another policy, {row.tags['policy']} (run {row.tags['run_name']}); if that is meant, "
-            f"give its version: {source_uri}"
-        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as partial:
         try:
@@ -96,7 +90,7 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
         raise ValueError(f"{model} came with no MTP head; give a drafter's folder")
     if spec.startswith("models:/"):
         if not folder.exists():  # a resumed run has pulled it
-            pull_drafter(absolute_uri(uri), spec, folder, model)
+            pull_drafter(absolute_uri(uri), spec, folder)
         return folder
     if missing := [name for name in FILES if not (Path(spec) / name).is_file()]:
         raise ValueError(f"{spec} has no {' and no '.join(missing)}; give a drafter checkpoint folder")

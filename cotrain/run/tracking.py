@@ -21,7 +21,7 @@ from cotrain.run.checkpoint import file_digest
 from cotrain.run.mlflow_store import connect, experiment_id, tracking_uri
 from cotrain.run.outbox import Outbox
 from cotrain.run.provenance import config_hash, flatten
-from cotrain.run.registry import DIGEST_TAG, EXPECTED_TAG, FILES, POLICY_TAG
+from cotrain.run.registry import DIGEST_TAG, EXPECTED_TAG, FILES
 from cotrain.run.rows import DrafterEvent
 from cotrain.run.run_dir import resume_arguments
 
@@ -52,7 +52,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.uri = tracking_uri(config)
         self._config, self._policy, self._client = config, policy, connect(self.uri)
         self._outbox = Outbox(lambda text: self._client.set_tag(self.run_id, "cotrain.failures", text), say)
-        self.registered_model, self.run_id = self._own_registered_model(), self._start_run(history)
+        self.registered_model, self.run_id = registered_name(config.model, policy), self._start_run(history)
         self._has = {point.step: True for point in self._client.get_metric_history(self.run_id, MARKER)}
         """Whether MLflow has a step."""
         rows = self._client.search_model_versions(f"run_id = '{self.run_id}' AND tags.drafter_version LIKE '%'")
@@ -94,7 +94,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             return self._outbox.add(what, lambda: None)
         lineage = {"policy_version": str(versions.policy), "drafter_version": str(versions.drafter)}
         lineage |= {"config_hash": config_hash(config), "run_name": config.name, "sampling": config.sampling}
-        lineage |= {"policy": config.model} | ({POLICY_TAG: self._policy} if self._policy else {}) | dict(tags)
+        lineage |= {"policy": config.model, "policy_fingerprint": self._policy} | dict(tags)
         return self._outbox.add(what, partial(self._send_drafter, folder, lineage, dict(metrics), step))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -128,16 +128,6 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _missing(self) -> list[int]:
         return [step for step, has in self._has.items() if not has]
-
-    def _own_registered_model(self) -> str:
-        """Return the registered model of this policy: another policy with the same name may have taken the plain name."""
-        name, policy = registered_name(self._config.model), self._policy
-        models = self._client.search_registered_models(f"name = '{name}'")
-        if not (policy and models) or models[0].tags.get(POLICY_TAG, policy) == policy:
-            return name
-        own = f"{name.removesuffix('drafter')}{policy[:8]}-drafter"
-        self._outbox.say(f"MLflow has drafters of another policy as {name}; those of this run become {own}")
-        return own
 
     def _start_run(self, history: Sequence[Mapping[str, Any]] | None) -> str:
         """Continue the newest run of this folder or create one, with its parameters. Returns the run's id."""
@@ -191,8 +181,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         client.log_model_artifacts(model_id, str(folder))
         client.finalize_logged_model(model_id, "READY")
         if not client.search_registered_models(f"name = '{registered}'"):
-            own = {POLICY_TAG: self._policy} if self._policy else None
-            client.create_registered_model(registered, own, f"Drafters for the policy {tags['policy']}, by cotrain.")
+            about = f"Drafters for the policy {tags['policy']}, by cotrain."
+            client.create_registered_model(registered, description=about)
         trained = f"for {tags['policy']} after {tags['policy_version']} updates. {tags.get('decision', '')}"
         about = f"Drafter {number} of run {tags['run_name']}, {trained}"
         return client.create_model_version(
@@ -200,10 +190,10 @@ class Tracker(AbstractContextManager["Tracker"]):
         )
 
 
-def registered_name(policy_model: str) -> str:
-    """Return `<policy>-drafter` for a policy given as a folder, a hub id or a bundled model."""
-    name = Path(policy_model.removeprefix("bundled:")).name
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-drafter"
+def registered_name(policy_model: str, fingerprint: str) -> str:
+    """Return `<policy>-<8 digits of its fingerprint>-drafter` for a folder, a hub id or a bundled model."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(policy_model.removeprefix("bundled:")).name)
+    return "-".join(filter(None, [name, fingerprint[:8], "drafter"]))
 
 
 def best_of(rows: Sequence[ModelVersion]) -> ModelVersion:

@@ -48,13 +48,9 @@ class ReasoningGymProblems:
                 f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
                 "beside them)"
             ) from error
-        for index in range(1 if tokenizer is None else min(NUM_CHECKED, config.size)):
-            prompt = self.prompt(index)
-            if tokenizer is not None:
-                try:
-                    encode_prompt(tokenizer, prompt, max_prompt_tokens)
-                except ValueError as error:
-                    raise ValueError(f"task.parameters: {error}") from error
+        self.prompt(0)
+        for index in range(0 if tokenizer is None else min(NUM_CHECKED, config.size)):
+            encode_prompt(tokenizer, self.prompt(index), max_prompt_tokens)
 
     def __len__(self) -> int:
         return self._config.size

@@ -1,4 +1,4 @@
-"""Rewards of dataset tasks: the built-in ones, and a user's function, whose errors are told in terms of the user's own code."""
+"""Rewards of dataset tasks: the built-in ones, and a user's function, whose errors show the user's own lines."""
 
 import inspect
 import math

@@ -236,7 +236,8 @@ def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_f
     ],
 )
 def test_the_registered_name_comes_from_the_policy(model, name):
-    assert registered_name(model) == name
+    assert registered_name(model, "") == name
+    assert registered_name(model, "0123456789") == name.replace("-drafter", "-01234567-drafter")
 
 
 def test_the_default_store_is_an_absolute_sqlite_path_in_the_run_root(run_config, tmp_path, monkeypatch):

@@ -300,7 +300,9 @@ def test_generated_problems_are_checked_too(model):
     config = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
     longest = max(len(build_task(config, 0).prompt(i).messages[0]["content"]) for i in range(64))
     build_task(config, 0, model, longest)
-    with pytest.raises(ValueError, match=rf"^task\.parameters: prompt chain_sum-\d+ has {longest} tokens"):
+    with pytest.raises(
+        ValueError, match=rf"^prompt chain_sum-\d+ has {longest} tokens, rollout\.max_prompt_tokens is {longest - 1}"
+    ):
         build_task(config, 0, model, longest - 1)
 
 
