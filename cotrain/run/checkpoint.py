@@ -40,15 +40,6 @@ and are left out is part of the task's fingerprint."""
 
 
 @dataclass(frozen=True)
-class InitProgress:
-    """Progress of `cotrain init` after an epoch, besides the trainer's own state."""
-
-    epoch: int
-    best: dict[str, float]  # metrics of the best evaluation so far, whose drafter is in the run folder
-    best_epoch: int  # 0 before training
-
-
-@dataclass(frozen=True)
 class RunState:
     """The contents of state.json: the state of a run after `step`, besides what the learners save themselves."""
 
@@ -62,7 +53,6 @@ class RunState:
     lossless: dict[str, Any] | None = None  # LosslessMonitor.state()
     drafting: dict[str, Any] | None = None  # Publisher.state(); None without a drafter
     stream: dict[str, Any] | None = None  # Producer.state(); only a run has one
-    init: InitProgress | None = None  # None before the first evaluation, and for all but `cotrain init`
     heads: dict[str, int] = field(default_factory=dict)
     """Policy version of each embedding and head that a sidecar knows, by digest."""
 

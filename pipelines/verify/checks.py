@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,9 @@ from cotrain.lossless.family import CheckResult, Verdict, compare_greedy, judge
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.run.console import duration
-from cotrain.weights.payload import write_payload
-from drafters.base import Drafter, SamplingParams
-from pipelines.engines import EngineSetup
+from drafters.base import SamplingParams
 
-Laws = Callable[[Rollout, SamplingParams], Draws]
+Distributions = Callable[[Rollout, SamplingParams], Draws]
 """Returns the response tokens of a rollout, each under its distribution, which is the distribution that the target gives it."""
 
 DRAFT_VOCABULARY = "draft vocabulary"
@@ -50,38 +47,21 @@ class Plan:
     """False-alarm rate of all checks together."""
 
 
-def load_target(setup: EngineSetup) -> Any:
-    """The Hugging Face model in float32, with its weights rounded to the engine's dtype first."""
-    from transformers import AutoModelForCausalLM
+def target_distributions(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Distributions:
+    """Return a function that computes distributions by forward passes of a Hugging Face model in float32.
 
-    return AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.rollout.dtype)).float().eval()
-
-
-def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
-    """Return a function that computes distributions by forward passes of `model`, as `load_target` returns it.
-
-    draft_vocabulary: target ids that can be drafted. dtype: the engine's.
+    draft_vocabulary: target ids that can be drafted. dtype: the engine's, to which the model's weights were rounded.
     """
     size = model.get_output_embeddings().weight.shape[0]
     is_whole = len(draft_vocabulary) >= size
     orders = {} if is_whole else {DRAFT_VOCABULARY: members_first(draft_vocabulary, size)}
-
-    def laws(rollout: Rollout, sampling: SamplingParams) -> Draws:
-        tokens = (rollout.prompt_token_ids, rollout.token_ids)
-        return response_draws(model, *tokens, sampling, orders, LOGIT_ERROR[dtype])
-
-    return laws
-
-
-def two_drafters(drafter: Drafter, plan: Plan, scratch: Path) -> list[WeightPayload]:
-    """Write the drafter, and a perturbed one that takes turns with it, into the folder `scratch`. Returns both payloads."""
-    state = drafter.state_for_serving()
-    files = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)}
-    return [write_payload(tensors, scratch / file, getattr(torch, plan.dtype)) for file, tensors in files.items()]
+    return lambda rollout, sampling: response_draws(
+        model, rollout.prompt_token_ids, rollout.token_ids, sampling, orders, LOGIT_ERROR[dtype]
+    )
 
 
 def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The state of another drafter: the given one with noise on every matrix."""
+    """The state of another drafter: this one with noise on every matrix."""
     generator = torch.Generator().manual_seed(seed)
     matrices = {name: tensor for name, tensor in state.items() if tensor.dim() == 2 and tensor.is_floating_point()}
     return state | {
@@ -96,7 +76,7 @@ class Verifier:
 
     engine: RolloutEngine
     plan: Plan
-    laws: Laws
+    distributions: Distributions
     drafters: Sequence[WeightPayload]
     """The engine serves the first one. They take turns in settings that swap drafters."""
     say: Callable[[str], None]
@@ -113,18 +93,17 @@ class Verifier:
         plain, *steady = [Setting(k, "greedy", (GREEDY,)) for k in range(longest + 1)]
         expected = await self.generate(plain, number)
         self._part_done("greedy, no speculation")
-        results = []
-        for setting in steady:
-            found = await self.generate(setting, number)
-            results.append(self._identity(expected, found, f"k={setting.num_speculative_tokens}"))
-        found, swaps = await self._disturbed(self.generate(steady[-1], number), [longest])
-        name = f"k={longest}, {swaps} drafter swaps in mid-generation"
-        return [*results, self._identity(expected, found, name)]
+        results: list[CheckResult] = []
 
-    def _identity(self, plain: list[Rollout], speculated: list[Rollout], name: str) -> CheckResult:
-        result = compare_greedy(plain, speculated, self.plan.dtype).result(f"greedy, {name}")
-        self._part_done(result.setting, [result])
-        return result
+        def compare(speculated: list[Rollout], name: str) -> None:
+            results.append(compare_greedy(expected, speculated, self.plan.dtype).result(f"greedy, {name}"))
+            self._part_done(results[-1].setting, results[-1:])
+
+        for setting in steady:
+            compare(await self.generate(setting, number), f"k={setting.num_speculative_tokens}")
+        speculated, swaps = await self._disturbed(self.generate(steady[-1], number), [longest])
+        compare(speculated, f"k={longest}, {swaps} drafter swaps in mid-generation")
+        return results
 
     async def sampled(self) -> list[CheckResult]:
         """Test the sampled tokens of every setting against the target's distributions."""
@@ -133,10 +112,10 @@ class Verifier:
         for number, setting in enumerate(self.plan.settings):
             rollouts = await self._sample(setting, number)
             samplings = [setting.sampling(i) for i in range(len(rollouts))]
-            draws = [self.laws(rollout, sampling) for rollout, sampling in zip(rollouts, samplings, strict=True)]
-            found = setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error)
-            self._part_done(str(setting), found)
-            results += found
+            draws = [self.distributions(*pair) for pair in zip(rollouts, samplings, strict=True)]
+            checks = setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error)
+            self._part_done(str(setting), checks)
+            results += checks
         return results
 
     async def _sample(self, setting: Setting, seed: int) -> list[Rollout]:
@@ -145,7 +124,7 @@ class Verifier:
         if not setting.unsteady:
             return await generating
         rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
-        # Steps with a draft length of 0 are not recorded, so a token's place in its step cannot be told from the others.
+        # Steps with a draft length of 0 are not recorded, so a token's place in its step is not known.
         return [replace(rollout, verification_steps=()) for rollout in rollouts]
 
     async def generate(self, setting: Setting, number: int, seed: int = 0) -> list[Rollout]:
@@ -173,7 +152,7 @@ class Verifier:
         counts = total_counts(rollout.speculation for rollout in rollouts)
         num_drafts = counts.num_drafts if counts else 0
         if bool(num_drafts) != bool(setting.num_speculative_tokens):
-            raise RuntimeError(f"asked for {setting}, the engine verified {num_drafts} drafts: nothing is verified")
+            raise RuntimeError(f"{setting}: the engine verified {num_drafts} drafts: nothing is verified")
         return rollouts
 
     async def _disturbed(
@@ -196,9 +175,9 @@ class Verifier:
         return await generating, swaps
 
     def _part_done(self, what: str, results: Sequence[CheckResult] = ()) -> None:
-        """Say which part of the plan is done, what it found, and how much time is left."""
+        """Say which part of the plan is done, its smallest p, and how much time is left."""
         self.parts_done += 1
         parts = self.plan.num_speculative_tokens + 2 + len(self.plan.settings)
         left = (time.perf_counter() - self.started) * (parts / self.parts_done - 1)
-        found = f", smallest p {min(result.p for result in results):.2g}" if results else ""
-        self.say(f"{self.parts_done}/{parts} {what}{found}, about {duration(left, 0)} left")
+        smallest = f", smallest p {min(result.p for result in results):.2g}" if results else ""
+        self.say(f"{self.parts_done}/{parts} {what}{smallest}, about {duration(left, 0)} left")
