@@ -95,10 +95,7 @@ class Cluster:
     """Ray, and the actors of one run. Unless the run joins a cluster, its Ray is private and serves this run alone."""
 
     def __init__(self, config: RunConfig, logs: Path, resume: str = "--resume"):
-        """Start or join Ray, and place the roles. resume: the arguments that continue the run, for messages.
-
-        Raises RunFailure when no cluster answers at cluster.address, or when the cluster cannot place all roles.
-        """
+        """Start or join Ray, and place the roles; raises RunFailure if either fails. resume: arguments that continue the run."""
         self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
         self._actors: dict[str, tuple[Any, str]] = {}  # each actor and its log file, by the actor's id
         self._answered: set[str] = set()
@@ -217,10 +214,7 @@ class Cluster:
 
 
 def start_ray(address: str | None, stack: ExitStack) -> Any:
-    """Join the cluster at this address, or start a private Ray. Closing the stack ends it. Returns the module.
-
-    Raises RunFailure when no cluster answers there.
-    """
+    """Join the cluster at this address, or start a private Ray, until the stack closes. Raises RunFailure if no cluster answers."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}

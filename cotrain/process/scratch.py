@@ -22,10 +22,7 @@ _own: set[Path] = set()  # folders of this process
 
 @contextmanager
 def scratch_folder(name: str, base: Path | None = None) -> Iterator[Path]:
-    """A fresh folder in `base`, removed at the end. Leftovers of processes that are gone are removed first.
-
-    base: by default shared memory. Raises OSError when neither that nor the temporary folder can be written.
-    """
+    """A fresh folder in `base` (shared memory), removed at the end. Leftovers of processes that are gone are removed first."""
     if base is None:
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for lock_file in base.glob(f"{PREFIX}*/{LOCK_NAME}"):

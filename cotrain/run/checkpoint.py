@@ -61,8 +61,7 @@ class RunState:
 def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, trial: bool = False) -> Iterator[Path]:
     """Yield the folder for the learners to save into; on leaving, make it the newest checkpoint and delete old ones.
 
-    trial: delete the folder instead, once it has been written and its state read back. On any error the temporary folder is
-    removed. Raises OSError naming the fix when the disk is full.
+    trial: delete the folder instead, once its state is read back. Raises OSError naming the fix when the disk is full.
     """
     final = run_dir.checkpoint(state.step)
     folder = run_dir.checkpoints / f".tmp_{final.name}"
@@ -136,10 +135,7 @@ def load_state(folder: Path) -> RunState:
 
 
 def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str]) -> RunState:
-    """Return where a run continues: after its newest complete checkpoint, or at its start. Deletes what it will write again.
-
-    Raises ValueError as `check_resume` does.
-    """
+    """Return where a run continues, and delete what it will write again. Raises ValueError as `check_resume` does."""
     folder = latest_checkpoint(run_dir)
     if folder is None and run_dir.resumed:
         log.warning("%s has no checkpoint that can be used: it begins again with its first step", run_dir.path)

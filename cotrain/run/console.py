@@ -1,7 +1,4 @@
-"""The console output of a run: what is running, and one line per step.
-
-Numbers come from the rows of metrics.jsonl; missing ones are left out. Only a terminal shows the phases of a step.
-"""
+"""The console output of a run: what is running, and one line per step, with the numbers that its row of metrics.jsonl has."""
 
 import time
 from collections import deque
@@ -95,10 +92,7 @@ def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions
 
 
 def aligned(lines: Mapping[str, str], wraps: bool = False) -> str:
-    """Return one line per label, with the texts aligned. An empty label with an empty text gives a blank line.
-
-    wraps: break texts at WIDTH. Commands stay whole, so that they can be copied.
-    """
+    """Return one line per label, with the texts aligned. wraps: break them at WIDTH; commands should stay whole to be copied."""
     width = max(map(len, lines))
     rows = [f"  {label:<{width}}  {text}".rstrip() for label, text in lines.items()]
     wrapper = TextWrapper(WIDTH, subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False)

@@ -1,7 +1,4 @@
-"""The MLflow store that a run records into: its URI, a check that it can be used, and a client.
-
-MLflow takes 2 s to import, so only `connect` imports it.
-"""
+"""The MLflow store that a run records into. MLflow takes 2 s to import, so only `connect` imports it."""
 
 import logging
 import os
@@ -127,10 +124,7 @@ def _create(database: Path) -> None:
 
 
 def experiment_id(client: "MlflowClient", uri: str) -> str:
-    """Return the id of the experiment `cotrain`, or MLFLOW_EXPERIMENT_NAME; create it if it does not exist.
-
-    Raises ValueError when it was deleted.
-    """
+    """Return the id of the experiment `cotrain`, or MLFLOW_EXPERIMENT_NAME, or create it. Raises ValueError if it was deleted."""
     name = os.environ.get(EXPERIMENT_VARIABLE, "cotrain")
     experiment = client.get_experiment_by_name(name)
     if experiment is None:

@@ -1,7 +1,4 @@
-"""Drafter checkpoints in the MLflow model registry: list them, pull one, find the one that a run starts with.
-
-Tracker registers them and moves their aliases.
-"""
+"""Drafter checkpoints in the MLflow model registry, where Tracker registers them: list them, pull one, start a run with one."""
 
 import os
 import tempfile
@@ -80,10 +77,7 @@ def pull_drafter(uri: str, spec: str, folder: Path) -> ModelVersion:
 
 
 def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
-    """Return the folder of the drafter that `spec` names: a folder, a models:/ URI (pulled into `folder`) or "native".
-
-    Raises ValueError when there is none.
-    """
+    """Return the folder that `spec` names: itself, that of a models:/ URI pulled into `folder`, or "native". Raises ValueError."""
     if spec == NATIVE:
         if head := native_head(model):
             return head
@@ -98,10 +92,7 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
 
 
 def first_drafter(uri: str, init: str | None, model: Path, folder: Path) -> Path | None:
-    """Return the folder of the drafter that a run starts with: drafter.init, or else the MTP head that came with the policy.
-
-    None means that the run starts with a new drafter. Raises ValueError naming drafter.init.
-    """
+    """Return the folder of drafter.init, or else of the policy's MTP head; None: a new drafter. Raises ValueError naming it."""
     if init is None:
         return native_head(model)
     try:

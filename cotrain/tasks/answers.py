@@ -49,10 +49,7 @@ def _marked_answer(response: str) -> str | None:
 
 
 def number_in(answer: Any) -> Fraction | None:
-    """Return the value of an answer that is a number, or a text that is wholly one number; None for any other.
-
-    An exponent of four digits makes no number, because its digits might not fit into memory.
-    """
+    """Return the value of an answer that is wholly one number, None for any other and for an exponent of four digits."""
     text = _in_one_notation(str(answer).strip())
     whole, _, part = text.rpartition(" ")  # of a mixed number
     top, _, bottom = part.partition("/")

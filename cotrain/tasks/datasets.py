@@ -125,10 +125,7 @@ def _column(field: str, names: list[str], columns: list[str]) -> str:
 
 
 def _read_answer(cell: Any) -> Any:
-    """Return the answer in a cell: verl's ground truth, the last line of a solution of GSM8K, or the cell itself.
-
-    Raises ValueError for a text that looks like verl's structure and is not JSON.
-    """
+    """Return verl's ground truth, the end of a solution of GSM8K, or the cell. Raises ValueError if verl's is no JSON."""
     if isinstance(cell, str) and re.match(r"""\s*\{.*['"]ground_truth['"]\s*:""", cell, re.DOTALL):
         try:
             cell = json.loads(cell)

@@ -12,10 +12,7 @@ LIKE_MESSAGES = re.compile(r"""\[?\s*\{.*['"](?:role|content)['"]\s*:.*\}\s*\]?"
 
 
 def chat_messages(question: str | Messages, instruction: str, system_prompt: str) -> Messages:
-    """Return the question as chat messages, with the instruction on a line below it.
-
-    A text becomes one user message. Messages stay as they are, except that a system prompt replaces their own.
-    """
+    """Return the question as chat messages, with the instruction on a line below it. A system prompt replaces their own."""
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
     if instruction:
         messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n{instruction}"}
@@ -25,10 +22,7 @@ def chat_messages(question: str | Messages, instruction: str, system_prompt: str
 
 
 def split_question(cell: Any) -> tuple[Messages, str | None]:
-    """Read a prompt's cell: the question's messages, and the text of a last message of the assistant, None if there is none.
-
-    Raises ValueError that says what is wrong with the cell.
-    """
+    """Return a cell's messages, and the text of a last one of the assistant or None. Raises ValueError for a bad cell."""
     messages = read_messages(cell)
     answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
     if not messages or not messages[-1]["content"].strip():
@@ -37,10 +31,7 @@ def split_question(cell: Any) -> tuple[Messages, str | None]:
 
 
 def read_messages(cell: Any) -> Messages:
-    """Read a text, which becomes one user message, a list of messages, or JSON text of such a list. Text parts are joined.
-
-    Raises ValueError naming the message that cannot be read.
-    """
+    """Read a text (one user message), a list of messages, or JSON text of one. Raises ValueError naming the bad message."""
     if isinstance(cell, str) and LIKE_MESSAGES.fullmatch(cell.strip()):
         try:
             cell = json.loads(cell)

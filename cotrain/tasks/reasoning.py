@@ -24,10 +24,7 @@ class ReasoningGymProblems:
     left_out = ""
 
     def __init__(self, config: ReasoningGymTask, seed: int, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
-        """tokenizer: also check that the first prompts can be encoded, in max_prompt_tokens at most.
-
-        Raises ValueError naming task.name or task.parameters, with the possible values.
-        """
+        """tokenizer: also check the length of the first prompts. Raises ValueError naming the field and its possible values."""
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS

@@ -1,7 +1,4 @@
-"""Nodes of a run: an agent on each keeps a folder in shared memory, and files are copied from one node to another.
-
-A role reads and writes files of its own node. `bring` copies a file to another node, in parts, through Ray's object store.
-"""
+"""Nodes of a run. A role reads and writes files in its own node's shared memory; `bring` copies them to other nodes."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -103,10 +100,7 @@ class Nodes:
             raise RunFailure("not all nodes can take part:\n  " + "\n  ".join(problems))
 
     def bring(self, path: str, node: str, move: bool = False) -> str:
-        """Copy a file to a node unless it is there, and return its path on that node. move: delete the original afterwards.
-
-        Raises RunFailure when one of the two nodes is gone.
-        """
+        """Copy a file to a node unless it is there, and return its path there. move: delete the original. Raises RunFailure."""
         source = self._node_of(path)
         if source == node:
             return path
