@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from cotrain.process.cluster import free_port
 from cotrain.records import Versions
-from cotrain.run import outbox
+from cotrain.run import tracking
 from cotrain.run.rows import DrafterEvent, RowFile
 from cotrain.run.tracking import Tracker
 
@@ -74,7 +74,7 @@ def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter, mon
 
 
 def test_a_long_outage_fills_no_memory_and_a_resume_fills_the_gap(run_config, client, monkeypatch):
-    monkeypatch.setattr(outbox, "MOST_WAITING", 3)
+    monkeypatch.setattr(tracking, "MOST_WAITING", 3)
     said, history = [], [{"step": step, "a": step} for step in range(1, 11)]
     with Tracker(run_config(), say=said.append) as tracker:
         tracker.log_step(1, {"a": 1})
