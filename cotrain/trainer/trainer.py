@@ -5,12 +5,13 @@ All random choices come from its own generator, so that a run that is saved and 
 
 import copy
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.records import WeightPayload
@@ -130,12 +131,20 @@ class DrafterTrainer(Distiller):
         """Like `add_features`, for rollouts that have been read. The trainer must know their policy versions and aux layers."""
         self._fresh = [record for record in records if record.is_trainable]
         metrics: dict[str, float] = {}
-        if records and self._needs_vocabulary:
-            self._needs_vocabulary = False
+        if records:
             rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
-            metrics["drafter/vocabulary_coverage"] = self.choose_vocabulary(rollouts, records[-1].policy_version)
+            metrics |= self.choose_first_vocabulary(rollouts, records[-1].policy_version)
         self._buffer.add(records)
         return metrics | self._buffer.metrics()
+
+    def choose_first_vocabulary(
+        self, rollouts: Iterable[tuple[Tensor, Tensor]], policy_version: int
+    ) -> dict[str, float]:
+        """Call `choose_vocabulary` if the drafter is new and has none yet. Returns drafter/vocabulary_coverage if it does."""
+        if not self._needs_vocabulary:
+            return {}
+        self._needs_vocabulary = False
+        return {"drafter/vocabulary_coverage": self.choose_vocabulary(rollouts, policy_version)}
 
     def take_in(
         self, shards: list[str], serving: int, keep: Collection[int], judged: int
