@@ -49,13 +49,14 @@ def initialise(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
     model = check_run(config, resume, "init")
     fingerprints = model_fingerprints(model)
-    source = sources.open_source(config, model, fingerprints)
+    sampling = config.rollout.model_dump(include={"temperature", "top_p", "top_k"})
+    about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sampling}
+    source = sources.open_source(config, model, about)
     with ExitStack() as stack:
         run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         if not resume:
             write_config(config, run_dir.config)
-        about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sources.sampling(config)}
         corpus = sources.Corpus(run_dir.path, about)
         saved = read_config(run_dir.config).model_dump(mode="json")
         check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
@@ -107,9 +108,8 @@ class Initialisation:
             if trainer is None:
                 tracker.finish("KILLED")
                 return False
-            rates, served = await self._evaluate(engine, trainer, held_out)
-            figures = self._figures(trainer, held_out, rates, served)
-            figures |= self._register(trainer, tracker, figures, metrics_of(served))
+            evaluated = await self._evaluate(engine, trainer, held_out)
+            figures = self._register(tracker, trainer, held_out, *evaluated)
             figures["seconds"] = time.monotonic() - started
             write_json(self.run_dir.path / "init.json", figures)
             say(summary(figures, config, self.run_dir.path / "drafter"))
@@ -136,8 +136,8 @@ class Initialisation:
         size = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         steps = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
         assert config.drafter is not None
-        tokens = [config.init.epochs * sum(r.num_tokens for r in part) for part in steps]
-        updates = [ceil(number / config.drafter.batch_tokens) for number in tokens]
+        tokens = [sum(len(rollout.sequence[0]) for rollout in part) for part in steps]
+        updates = [ceil(config.init.epochs * number / config.drafter.batch_tokens) for number in tokens]
         trainer, metrics = self._trainer(sum(updates)), RowFile(run_dir.metrics, resumed_step=state.step)
         trainer.set_target_weights(self.model, policy_version=0)
         if state.step:
@@ -147,7 +147,7 @@ class Initialisation:
             trainer.choose_first_vocabulary(texts, policy_version=0)
         for step in range(state.step + 1, len(steps) + 1):
             began = time.perf_counter()
-            shards = await engine.tap_sequences(sequences_of(steps[step - 1]))
+            shards = await engine.tap_sequences([rollout.sequence for rollout in steps[step - 1]])
             scores, row = trainer.take_in(shards, trainer.drafter_version, keep=(), judged=0)
             if rates := scores.serving[-1].rates():
                 row[EXPECTED] = 1 + sum(rates)
@@ -171,7 +171,8 @@ class Initialisation:
     ) -> tuple[list[float], SpeculationCounts]:
         """Return the expected acceptance rates of the last version on held-out rollouts, and what it accepts on their prompts."""
         rollout, version = self.config.rollout, trainer.drafter_version
-        scores, _ = trainer.take_in(await engine.tap_sequences(sequences_of(held_out)), version, keep=(), judged=0)
+        shards = await engine.tap_sequences([rollout.sequence for rollout in held_out])
+        scores, _ = trainer.take_in(shards, version, keep=(), judged=0)
         await send(engine, trainer.write_payload(Path(engine.spec.scratch) / "drafter.safetensors", version))
         await engine.set_num_speculative_tokens(rollout.num_speculative_tokens)
         await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
@@ -185,72 +186,58 @@ class Initialisation:
             raise ValueError("init.tokens: the held-out responses are too short to judge the drafter by; raise it")
         return rates, served
 
-    def _figures(
-        self, trainer: DrafterTrainer, held_out: Sequence[StoredRollout], rates: list[float], served: SpeculationCounts
+    def _register(
+        self,
+        tracker: Tracker,
+        trainer: DrafterTrainer,
+        held_out: Sequence[StoredRollout],
+        rates: list[float],
+        served: SpeculationCounts,
     ) -> dict[str, Any]:
-        """What init.json says of the data, the training and the drafter as served."""
-        rollouts, tokens = self.corpus.rollouts, torch.tensor([token for r in held_out for token in r.token_ids])
+        """Write the last version and register it in MLflow. Returns what init.json says of it, of the data and the training."""
+        step, folder, source = trainer.drafter_version, self.run_dir.path / "drafter", self.config.init.source
+        trainer.save_checkpoint(folder, step)
+        tokens = torch.tensor([token for rollout in held_out for token in rollout.token_ids])
+        coverage = float(torch.isin(tokens, trainer.drafter.draft_to_target.cpu()).double().mean())
+        expected = {"expected_acceptance_length": 1 + sum(rates), "vocabulary_coverage": coverage}
+        tags = {"init": source.type, "data_fingerprint": self.corpus.fingerprint()}
+        registered = tracker.log_drafter(folder, Versions(0, step), step, expected, tags)
+        tracker.log_step(step + 1, metrics_of(served) | {"versions/drafter": step})
+        tracker.finish()
         return {
             "policy": self.config.policy.model,
-            "source": self.config.init.source.model_dump(mode="json"),
-            "data_fingerprint": sources.data_fingerprint(rollouts),
-            "training_rollouts": len(rollouts) - len(held_out),
+            "source": source.model_dump(mode="json"),
+            "data_fingerprint": tags["data_fingerprint"],
+            "training_rollouts": len(self.corpus.rollouts) - len(held_out),
             "holdout_rollouts": len(held_out),
             "response_tokens": self.corpus.num_response_tokens,
-            "vocabulary_coverage": float(torch.isin(tokens, trainer.drafter.draft_to_target.cpu()).double().mean()),
-            "steps": trainer.drafter_version,
-            "expected_acceptance_length": 1 + sum(rates),
+            "steps": step,
+            **expected,
             "expected_acceptance_rates": rates,
             "served": {
                 "acceptance_length": served.acceptance_length,
                 "acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
                 "num_drafts": served.num_drafts,
             },
+            "registered_model": tracker.registered_model,
+            # None if MLflow has not answered yet
+            "registered_version": registered.result() if registered.done() else None,
         }
-
-    def _register(
-        self, trainer: DrafterTrainer, tracker: Tracker, figures: dict[str, Any], served: dict[str, float]
-    ) -> dict[str, Any]:
-        """Write the drafter, register it in MLflow, and return its name and version there."""
-        step, folder = trainer.drafter_version, self.run_dir.path / "drafter"
-        trainer.save_checkpoint(folder, step)
-        metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
-        tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
-        registered = tracker.log_drafter(folder, Versions(0, step), step, metrics, tags)
-        tracker.log_step(step + 1, served | {"versions/drafter": step})
-        tracker.finish()
-        version = registered.result() if registered.done() else None  # MLflow may not have answered yet
-        return {"registered_model": tracker.registered_model, "registered_version": version}
-
-
-def sequences_of(rollouts: Sequence[StoredRollout]) -> list[tuple[list[int], int]]:
-    """(prompt and response, length of the prompt) of each rollout, for RolloutEngine.tap_sequences."""
-    return [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in rollouts]
 
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
     """The content of init.json as text, for a reader who has not seen one before."""
-    k, version, method = (
-        config.rollout.num_speculative_tokens,
-        figures["registered_version"],
-        config.rollout.draft_sample_method,
-    )
-    scale = f"(tokens per verification step at k = {k}, {method}; 1 is no gain, {k + 1} the most)"
-    expected, served = figures["expected_acceptance_length"], figures["served"]["acceptance_length"]
+    served, k = figures["served"]["acceptance_length"], config.rollout.num_speculative_tokens
+    version = figures["registered_version"] or "(MLflow has not answered yet)"
     lines = {
-        "data": f"{figures['training_rollouts']:,} rollouts trained on, {figures['holdout_rollouts']:,} held out "
-        f"(source {figures['source']['type']}, fingerprint {figures['data_fingerprint']})",
+        "data": f"{figures['training_rollouts']:,} rollouts trained on, {figures['holdout_rollouts']:,} held out",
         "vocabulary": f"covers {figures['vocabulary_coverage']:.2%} of the held-out response tokens",
-        "training": f"{figures['steps']} steps, {config.init.epochs} passes over the text",
-        "acceptance": f"expected {expected:.3f}, served {served:.3f}   {scale}",
+        "acceptance": f"expected {figures['expected_acceptance_length']:.3f}, served {served:.3f} tokens per verification step "
+        f"at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most",
         "drafter": f"{folder}; serves in stock vLLM as it is",
-        "registered": f"models:/{figures['registered_model']}/{version} in MLflow"
-        if version is not None
-        else "no, MLflow has not answered yet",
-    }
-    commands = {
+        "registered": f"models:/{figures['registered_model']}/{version} in MLflow",
         "train with it": f"cotrain train CONFIG drafter.init={folder}",
         "measure its speed": f"cotrain bench --model {config.policy.model} --drafter {folder}",
     }
-    head = f"\nDone: a drafter for {config.policy.model} from {figures['response_tokens']:,} response tokens in"
-    return f"{head} {duration(figures['seconds'])}\n{aligned(lines, wraps=True)}\n\nNext:\n{aligned(commands)}"
+    head = f"{figures['response_tokens']:,} response tokens, {figures['steps']} steps, {duration(figures['seconds'])}"
+    return f"\nDone: a drafter for {config.policy.model} from {head}\n{aligned(lines)}"

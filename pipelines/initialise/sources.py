@@ -7,18 +7,17 @@ A row that was cut off is not read, so a part is either complete or absent.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import DatasetRollouts, RecordedRollouts, RunConfig
+from cotrain.config.schema import DatasetRollouts, RecordedRollouts, RolloutConfig, RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.records import RolloutRequest, derived_seed
-from cotrain.run.console import duration
 from cotrain.run.rows import RowFile, read_rows
-from cotrain.tasks.base import build_task
+from cotrain.tasks.base import Task, build_task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt, load_tokenizer
 
 FILE = "rollouts.jsonl"
@@ -33,8 +32,9 @@ class StoredRollout:
     """The response, including the end-of-sequence token when there is one."""
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.token_ids)
+    def sequence(self) -> tuple[list[int], int]:
+        """All tokens, and how many of them are the prompt's."""
+        return self.prompt_token_ids + self.token_ids, len(self.prompt_token_ids)
 
 
 class Corpus(RowFile):
@@ -60,13 +60,20 @@ class Corpus(RowFile):
         self._parts.append(part)
         self.rollouts += rollouts
 
+    def fingerprint(self) -> str:
+        """blake2b over the token ids of all rollouts, in order."""
+        token_ids = [[rollout.prompt_token_ids, rollout.token_ids] for rollout in self.rollouts]
+        return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=8).hexdigest()
+
 
 def _rollouts(parts: Sequence[dict[str, Any]]) -> list[StoredRollout]:
     return [StoredRollout(**rollout) for part in parts for rollout in part["rollouts"]]
 
 
-def read_recorded(path: str, config: RunConfig, fingerprints: dict[str, str]) -> list[StoredRollout]:
+def read_recorded(path: str, limits: RolloutConfig, wanted: dict[str, Any]) -> list[StoredRollout]:
     """The rollouts in the run folder of an earlier `cotrain init` of the same policy. Prints a note if their sampling differs.
+
+    limits: the longest prompt and response. wanted: the first row of the new run's file.
 
     Raises ValueError naming init.source.path when there are none, or they are of another policy or tokenizer, or too long.
     """
@@ -76,16 +83,16 @@ def read_recorded(path: str, config: RunConfig, fingerprints: dict[str, str]) ->
             f"init.source.path: {path} is no run folder of a `cotrain init` with a complete part of {FILE}; finish that "
             'run with --resume, or collect rollouts with init.source.type = "policy"'
         )
-    if about["fingerprints"] != fingerprints:
+    if about["fingerprints"] != wanted["fingerprints"]:
         raise ValueError(
             f"init.source.path: {path}: rollouts of another policy or tokenizer (they were made with {about['policy']}); "
             "set policy.model to that one, or collect new rollouts"
         )
-    if about["sampling"] != sampling(config):
-        print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}")
+    if about["sampling"] != wanted["sampling"]:
+        print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {wanted['sampling']}")
     rollouts = _rollouts(parts)
     prompt, response = (max(len(getattr(r, ids)) for r in rollouts) for ids in ("prompt_token_ids", "token_ids"))
-    if prompt > config.rollout.max_prompt_tokens or response > config.rollout.max_new_tokens:
+    if prompt > limits.max_prompt_tokens or response > limits.max_new_tokens:
         raise ValueError(
             f"init.source.path: {path} has prompts of {prompt} tokens and responses of {response}; raise "
             "rollout.max_prompt_tokens and max_new_tokens to these"
@@ -104,34 +111,28 @@ def split(rollouts: list[StoredRollout], samples: int) -> tuple[list[StoredRollo
     return rollouts[:-held], rollouts[-held:]
 
 
-def data_fingerprint(rollouts: Iterable[StoredRollout]) -> str:
-    """blake2b over the token ids of all rollouts, in order."""
-    token_ids = [[rollout.prompt_token_ids, rollout.token_ids] for rollout in rollouts]
-    return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=8).hexdigest()
-
-
 PART_ROLLOUTS, HELD_OUT = 128, 128
-"""Most rollouts of one part on disk, and so the most that a crash can lose; most rollouts that are held out."""
+"""Most rollouts of one part on disk, which a crash can lose, and most that are held out."""
 
 
 @dataclass(frozen=True)
 class PromptStream:
     """An endless series of prompts in seeded order. Once all are used, they come again in another order, with new samples."""
 
-    num_prompts: int
-    encode: Callable[[int], tuple[str, list[int]]]
-    """Index -> (prompt id, token ids)."""
+    task: Task
+    tokenizer: Any
     config: RunConfig
 
     def requests(self, first: int, count: int) -> list[RolloutRequest]:
         """The requests for all samples of prompts `first` to `first + count - 1` of the series."""
-        seed, samples = self.config.seed, self.config.rollout.samples_per_prompt
-        order, requests = PromptOrder(self.num_prompts, 1, seed), []
+        seed, rollout = self.config.seed, self.config.rollout
+        order, requests = PromptOrder(len(self.task), 1, seed), []
         for number in range(first, first + count):
-            prompt_id, token_ids = self.encode(order.step(number + 1)[0])
-            first_sample = number // self.num_prompts * samples
-            for sample in range(first_sample, first_sample + samples):
-                requests.append(RolloutRequest(prompt_id, sample, token_ids, derived_seed(seed, 0, prompt_id, sample)))
+            prompt = self.task.prompt(order.step(number + 1)[0])
+            token_ids = encode_prompt(self.tokenizer, prompt, rollout.max_prompt_tokens)
+            first_sample = number // len(self.task) * rollout.samples_per_prompt
+            for sample in range(first_sample, first_sample + rollout.samples_per_prompt):
+                requests.append(RolloutRequest(prompt.id, sample, token_ids, derived_seed(seed, 0, prompt.id, sample)))
         return requests
 
 
@@ -139,26 +140,19 @@ Source = PromptStream | list[StoredRollout]
 """Prompts that the policy answers, or rollouts that an earlier `cotrain init` has collected."""
 
 
-def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) -> Source:
-    """Open and check the source that [init.source] names, and print notes on it. Raises ValueError naming its field."""
-    source, limit = config.init.source, config.rollout.max_prompt_tokens
+def open_source(config: RunConfig, model: Path, about: dict[str, Any]) -> Source:
+    """Open and check the source that [init.source] names, and print notes on it. Raises ValueError naming its field.
+
+    about: the first row of the run's file.
+    """
+    source = config.init.source
     if isinstance(source, RecordedRollouts):
-        return read_recorded(source.path, config, fingerprints)
-    task = build_task(source if isinstance(source, DatasetRollouts) else config.task, config.seed, model, limit)
+        return read_recorded(source.path, config.rollout, about)
+    data = source if isinstance(source, DatasetRollouts) else config.task
+    task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
     if task.left_out:
         print(f"note: left out {task.left_out}")
-    tokenizer = load_tokenizer(model)
-
-    def encode(index: int) -> tuple[str, list[int]]:
-        prompt = task.prompt(index)
-        return prompt.id, encode_prompt(tokenizer, prompt, limit)
-
-    return PromptStream(len(task), encode, config)
-
-
-def sampling(config: RunConfig) -> dict[str, float]:
-    """The sampling parameters of responses, as the corpus records them."""
-    return config.rollout.model_dump(include={"temperature", "top_p", "top_k"})
+    return PromptStream(task, load_tokenizer(model), config)
 
 
 async def collect(
@@ -193,6 +187,5 @@ async def collect(
         corpus.append(part)
         have = corpus.num_response_tokens
         rate = (have - before) / (time.monotonic() - started)
-        eta = duration(max(0, wanted - have) / rate, decimals=0)
-        say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s  eta {eta}")
+        say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s")
     return False

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,7 @@ from cotrain.lossless.family import CheckResult, Verdict, compare_greedy, judge
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.run.console import duration
-from cotrain.weights.payload import write_payload
-from drafters.base import Drafter, SamplingParams
-from pipelines.engines import EngineSetup
+from drafters.base import SamplingParams
 
 Laws = Callable[[Rollout, SamplingParams], Draws]
 """Returns the response tokens of a rollout, each under its distribution, which is the distribution that the target gives it."""
@@ -50,34 +47,17 @@ class Plan:
     """False-alarm rate of all checks together."""
 
 
-def load_target(setup: EngineSetup) -> Any:
-    """The Hugging Face model in float32, with its weights rounded to the engine's dtype first."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.rollout.dtype)).float().eval()
-
-
 def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
-    """Return a function that computes distributions by forward passes of `model`, as `load_target` returns it.
+    """Return a function that computes distributions by forward passes of a Hugging Face model in float32.
 
-    draft_vocabulary: target ids that can be drafted. dtype: the engine's.
+    draft_vocabulary: target ids that can be drafted. dtype: the engine's, to which the model's weights were rounded.
     """
     size = model.get_output_embeddings().weight.shape[0]
     is_whole = len(draft_vocabulary) >= size
     orders = {} if is_whole else {DRAFT_VOCABULARY: members_first(draft_vocabulary, size)}
-
-    def laws(rollout: Rollout, sampling: SamplingParams) -> Draws:
-        tokens = (rollout.prompt_token_ids, rollout.token_ids)
-        return response_draws(model, *tokens, sampling, orders, LOGIT_ERROR[dtype])
-
-    return laws
-
-
-def two_drafters(drafter: Drafter, plan: Plan, scratch: Path) -> list[WeightPayload]:
-    """Write the drafter, and a perturbed one that takes turns with it, into the folder `scratch`. Returns both payloads."""
-    state = drafter.state_for_serving()
-    files = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)}
-    return [write_payload(tensors, scratch / file, getattr(torch, plan.dtype)) for file, tensors in files.items()]
+    return lambda rollout, sampling: response_draws(
+        model, rollout.prompt_token_ids, rollout.token_ids, sampling, orders, LOGIT_ERROR[dtype]
+    )
 
 
 def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -113,18 +93,17 @@ class Verifier:
         plain, *steady = [Setting(k, "greedy", (GREEDY,)) for k in range(longest + 1)]
         expected = await self.generate(plain, number)
         self._part_done("greedy, no speculation")
-        results = []
-        for setting in steady:
-            found = await self.generate(setting, number)
-            results.append(self._identity(expected, found, f"k={setting.num_speculative_tokens}"))
-        found, swaps = await self._disturbed(self.generate(steady[-1], number), [longest])
-        name = f"k={longest}, {swaps} drafter swaps in mid-generation"
-        return [*results, self._identity(expected, found, name)]
+        results: list[CheckResult] = []
 
-    def _identity(self, plain: list[Rollout], speculated: list[Rollout], name: str) -> CheckResult:
-        result = compare_greedy(plain, speculated, self.plan.dtype).result(f"greedy, {name}")
-        self._part_done(result.setting, [result])
-        return result
+        def compare(speculated: list[Rollout], name: str) -> None:
+            results.append(compare_greedy(expected, speculated, self.plan.dtype).result(f"greedy, {name}"))
+            self._part_done(results[-1].setting, results[-1:])
+
+        for setting in steady:
+            compare(await self.generate(setting, number), f"k={setting.num_speculative_tokens}")
+        speculated, swaps = await self._disturbed(self.generate(steady[-1], number), [longest])
+        compare(speculated, f"k={longest}, {swaps} drafter swaps in mid-generation")
+        return results
 
     async def sampled(self) -> list[CheckResult]:
         """Test the sampled tokens of every setting against the target's distributions."""
@@ -133,10 +112,10 @@ class Verifier:
         for number, setting in enumerate(self.plan.settings):
             rollouts = await self._sample(setting, number)
             samplings = [setting.sampling(i) for i in range(len(rollouts))]
-            draws = [self.laws(rollout, sampling) for rollout, sampling in zip(rollouts, samplings, strict=True)]
-            found = setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error)
-            self._part_done(str(setting), found)
-            results += found
+            draws = [self.laws(*pair) for pair in zip(rollouts, samplings, strict=True)]
+            checks = setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error)
+            self._part_done(str(setting), checks)
+            results += checks
         return results
 
     async def _sample(self, setting: Setting, seed: int) -> list[Rollout]:
@@ -200,5 +179,5 @@ class Verifier:
         self.parts_done += 1
         parts = self.plan.num_speculative_tokens + 2 + len(self.plan.settings)
         left = (time.perf_counter() - self.started) * (parts / self.parts_done - 1)
-        found = f", smallest p {min(result.p for result in results):.2g}" if results else ""
-        self.say(f"{self.parts_done}/{parts} {what}{found}, about {duration(left, 0)} left")
+        smallest = f", smallest p {min(result.p for result in results):.2g}" if results else ""
+        self.say(f"{self.parts_done}/{parts} {what}{smallest}, about {duration(left, 0)} left")

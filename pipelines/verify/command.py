@@ -13,12 +13,13 @@ from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.lossless.family import POWER, Verdict, detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
+from cotrain.weights.payload import write_payload
 from drafters.base import SamplingParams
 from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
 from pipelines.page.page import Page, Section, write_page
-from pipelines.verify.checks import Plan, Verifier, load_target, target_laws, two_drafters
+from pipelines.verify.checks import Plan, Verifier, perturbed, target_laws
 
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
 
@@ -93,11 +94,18 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
 
 async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Callable[[str], None]) -> Verdict:
     """Load the target model that gives the distributions, start the engine, generate, and judge."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     assert setup.drafter is not None
-    laws = target_laws(load_target(setup), setup.drafter.draft_to_target.tolist(), plan.dtype)
+    dtype, state = getattr(torch, plan.dtype), setup.drafter.state_for_serving()
+    target = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).float().eval()
+    laws = target_laws(target, setup.drafter.draft_to_target.tolist(), plan.dtype)
     say("starting the engine")
     async with engines.one_engine(setup, plan.seed, threads) as engine:
-        drafters = two_drafters(setup.drafter, plan, Path(engine.spec.scratch))
+        states = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)}
+        folder = Path(engine.spec.scratch)
+        drafters = [write_payload(tensors, folder / name, dtype) for name, tensors in states.items()]
         return await Verifier(engine, plan, laws, drafters, say).verdict()
 
 

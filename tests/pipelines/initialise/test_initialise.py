@@ -61,9 +61,8 @@ def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
     config = run_config(policy={"model": "tiny:llama"}, rollout={"num_speculative_tokens": 2})
     text = summary(figures, config, Path("runs/x/drafter"))
     for part in [
-        "5,000 response tokens in 2m",
+        "5,000 response tokens, 30 steps, 2m",
         "covers 98.70%",
-        "30 steps, 3 passes over the text",
         "expected 1.880, served 1.900",
         "models:/tiny-drafter/3",
         "drafter.init=runs/x/drafter",

@@ -2,10 +2,12 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
-from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions
+from cotrain.config.schema import RolloutConfig
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Versions
 from cotrain.run.rows import read_rows
 from pipelines.initialise.sources import (
     FILE,
@@ -13,7 +15,6 @@ from pipelines.initialise.sources import (
     PromptStream,
     StoredRollout,
     collect,
-    data_fingerprint,
     read_recorded,
     split,
 )
@@ -46,11 +47,19 @@ class EchoEngine:
         return RolloutBatch(rollouts, [], None, 1.0, 0)
 
 
+class Prompts(list):
+    """A task whose messages are token ids already."""
+
+    def prompt(self, i):
+        return Prompt(f"p{i}", [3 + i % 4, i], None)
+
+
 @pytest.fixture
 def stream(run_config):
     """A stream of so many prompts, two samples of each."""
     config = run_config(seed=7, rollout={"samples_per_prompt": 2})
-    return lambda num_prompts: PromptStream(num_prompts, lambda i: (f"p{i}", [3 + i % 4, i]), config)
+    tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **_: messages)
+    return lambda num_prompts: PromptStream(Prompts(range(num_prompts)), tokenizer, config)
 
 
 @pytest.fixture
@@ -84,10 +93,15 @@ def test_a_new_corpus_keeps_what_the_first_run_said_of_its_rollouts(tmp_path):
     assert again.about["fingerprints"] == FINGERPRINTS
 
 
-def test_the_fingerprint_is_of_the_tokens():
-    assert data_fingerprint([stored(1)]) == data_fingerprint([stored(1, sample=4)])
-    assert data_fingerprint([stored(1)]) != data_fingerprint([stored(2)])
-    assert data_fingerprint([stored(1), stored(2)]) != data_fingerprint([stored(2), stored(1)])
+def test_the_fingerprint_is_of_the_tokens(tmp_path):
+    def fingerprint(*rollouts):
+        corpus = new_corpus(tmp_path / f"{len(list(tmp_path.iterdir()))}")
+        corpus.append(rollouts)
+        return corpus.fingerprint()
+
+    assert fingerprint(stored(1)) == fingerprint(stored(1, sample=4))
+    assert fingerprint(stored(1)) != fingerprint(stored(2))
+    assert fingerprint(stored(1), stored(2)) != fingerprint(stored(2), stored(1))
 
 
 def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(run_collect, stream, tmp_path):
@@ -131,9 +145,11 @@ def test_too_few_rollouts_to_hold_some_out_are_refused():
         split([stored(0, sample) for sample in range(3)], samples=3)
 
 
-def test_recorded_rollouts_that_cannot_be_used(tmp_path, run_config):
+def test_recorded_rollouts_that_cannot_be_used(tmp_path):
     def read(path, fingerprints=FINGERPRINTS, **rollout):
-        return read_recorded(str(path), run_config(rollout=rollout), fingerprints)
+        return read_recorded(
+            str(path), RolloutConfig.model_validate(rollout), {"fingerprints": fingerprints, "sampling": {}}
+        )
 
     with pytest.raises(ValueError, match=r"init\.source\.path: .*nowhere is no run folder"):
         read(tmp_path / "nowhere")

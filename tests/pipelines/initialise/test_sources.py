@@ -23,7 +23,7 @@ def open_with(run_config, model):
         config = run_config(
             policy={"model": "tiny:llama"}, init={"source": source}, rollout={"samples_per_prompt": 2, **rollout}
         )
-        return open_source(config, model, model_fingerprints(model))
+        return open_source(config, model, {"fingerprints": model_fingerprints(model), "sampling": {"temperature": 1.0}})
 
     return build
 
@@ -60,7 +60,7 @@ def test_the_policy_answers_the_prompts_of_a_dataset(open_with, dataset, model):
 def test_what_is_too_long_is_left_out_and_said(open_with, dataset, capsys):
     path = dataset([{"prompt": "short", "reply": "x"}, {"prompt": "long " * 100, "reply": "x"}])
     source = open_with({"type": "dataset", "path": path}, max_prompt_tokens=200)
-    assert source.num_prompts == 1
+    assert len(source.task) == 1
     assert f"note: left out 1 of the 2 rows of {path}, such as row 1: 519 tokens" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"init\.source\.path: 2 of the 2 rows .*cannot be used"):
         open_with({"type": "dataset", "path": path}, max_prompt_tokens=8)
