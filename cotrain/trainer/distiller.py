@@ -24,7 +24,6 @@ from drafters.build import build_drafter, load_drafter
 from drafters.files import read_config, weight_files
 from drafters.losses import acceptances, drafter_loss
 
-EXPECTED = "drafter/expected_acceptance_length"
 OPTIMIZER_STATE = "optimizer.pt"
 
 PROMPT_TOKEN_WEIGHT = 0.1
@@ -116,20 +115,11 @@ class Distiller:
         self._scheduler.step()
         return metrics | {f"loss_pos_{k}": value for k, value in enumerate(per_position.tolist(), start=1)}
 
-    def evaluate(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
-        """Return the expected acceptance of the current weights; empty when every rollout is too short or has holes.
-
-        It is what the engine would count on these rollouts (drafters/acceptance.py): the rate of position k is the share
-        of verification steps that accept draft tokens 1 to k, and the length is 1 + the sum of the rates.
-        """
-        rates = self.score([self.drafter], records)[0][-1].rates()
-        if not rates:
-            return {}
-        metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(rates, start=1)}
-        return metrics | {EXPECTED: 1.0 + sum(rates)}
-
     def score(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[RolloutAcceptance]]:
-        """Return, for each drafter, what each rollout adds to its acceptance length at draft lengths 1 to K, as K elements."""
+        """Return, for each drafter, what each rollout adds to its acceptance length at draft lengths 1 to K, as K elements.
+
+        It is what the engine would count on these rollouts (drafters/acceptance.py).
+        """
         return [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in self._starts(drafters, records)]
 
     def _starts(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[StartAcceptance]]:
