@@ -1,7 +1,7 @@
 """Tests of emitted tokens against their exact distributions, over a whole setting and at each place in a verification step.
 
 A token's target distribution depends on the text before it, so there are no cells to count. The randomised probability
-integral transform turns each token into a number that is uniform given all tokens before it, for any distributions
+integral transform turns each token into a number that is uniform, conditional on all tokens before it, for any distributions
 (Smith 1985, Czado et al. 2009): these numbers are independent and uniform for a fixed number of tokens (generate with
 ignore_eos; texts that end at a stop token add a deviation of the order of the number of texts over that of tokens).
 """
@@ -105,7 +105,7 @@ def returned_log_prob_check(
 def log_prob_tolerance(sampling: SamplingParams, logit_error: float) -> tuple[float, float]:
     """Return (nats by which a returned log-prob may differ, nats more where the engine truncates elsewhere).
 
-    A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, the kept probability grows to
+    A logit error changes a log-prob by up to twice itself. Where top-p cuts one token later, the probability left grows to
     at most 1, from at least top_p. Top-k keeps all tokens whose logit equals the k-th, in vLLM too: a tie that only one of
     the two keeps is a token with at most 1/k of what the other keeps. Both are rare with small errors, and common from
     RARE_EDGES on. The temperature must not be 0.

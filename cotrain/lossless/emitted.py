@@ -45,7 +45,7 @@ class Draws:
 
 
 def draws_of(
-    log_law: Tensor, outcomes: Tensor, orders: Mapping[str, Tensor] | None = None, outside: Tensor | None = None
+    log_probs: Tensor, outcomes: Tensor, orders: Mapping[str, Tensor] | None = None, outside: Tensor | None = None
 ) -> Draws:
     """Reduce log-probabilities [N, V] (-inf: impossible) and the outcomes drawn from them [N].
 
@@ -53,20 +53,20 @@ def draws_of(
     id. The order "probability" is always there. A key may depend only on the past of its row, never on what was drawn.
     outside [N]: outcomes of probability 0 that no error of the distribution explains; by default all of probability 0.
     """
-    law = log_law.double().exp()
-    impossible = law.gather(1, outcomes[:, None]).squeeze(1) == 0
-    drawn = torch.where(impossible, law.masked_fill(law == 0, torch.inf).argmin(1), outcomes)[:, None]
-    drawn_law = law.gather(1, drawn)
-    ids = torch.arange(law.shape[1], device=law.device)
-    likelier = law * ((law > drawn_law) | ((law == drawn_law) & (ids < drawn)))
+    probs = log_probs.double().exp()
+    impossible = probs.gather(1, outcomes[:, None]).squeeze(1) == 0
+    drawn = torch.where(impossible, probs.masked_fill(probs == 0, torch.inf).argmin(1), outcomes)[:, None]
+    drawn_prob = probs.gather(1, drawn)
+    ids = torch.arange(probs.shape[1], device=probs.device)
+    likelier = probs * ((probs > drawn_prob) | ((probs == drawn_prob) & (ids < drawn)))
     before = {BY_PROBABILITY: likelier.sum(1)}
     for name, key in (orders or {}).items():
-        keys = key.to(law.device).expand_as(law)
+        keys = key.to(probs.device).expand_as(probs)
         drawn_key = keys.gather(1, drawn)
-        before[name] = (law * (keys < drawn_key)).sum(1) + (likelier * (keys == drawn_key)).sum(1)
+        before[name] = (probs * (keys < drawn_key)).sum(1) + (likelier * (keys == drawn_key)).sum(1)
     return Draws(
-        probability=drawn_law.squeeze(1).cpu().numpy(),
-        log_prob=log_law.double().gather(1, drawn).squeeze(1).cpu().numpy(),
+        probability=drawn_prob.squeeze(1).cpu().numpy(),
+        log_prob=log_probs.double().gather(1, drawn).squeeze(1).cpu().numpy(),
         before={name: sums.cpu().numpy() for name, sums in before.items()},
         impossible=impossible.cpu().numpy(),
         outside=(impossible if outside is None else outside).cpu().numpy(),
@@ -74,7 +74,7 @@ def draws_of(
 
 
 def members_first(token_ids: Iterable[int], size: int) -> Tensor:
-    """Key [V] of the order that puts the given tokens, such as a draft vocabulary, before all others."""
+    """Key [V] of the order that puts these tokens, such as a draft vocabulary, before all others."""
     key = torch.ones(size)
     key[list(token_ids)] = 0
     return key
@@ -131,9 +131,9 @@ def emitted_draws(
     rounds logits of 16 to 32 to 0.125). A token that such an error brings across the edge of top-k or top-p, or to the
     argmax at temperature 0, does not count as outside. 0 suits a float32 engine, except for ties.
     """
-    log_law = target_log_probs(logits, sampling)
-    outside = _outside(_scaled(logits, sampling.temperature), log_law, tokens, sampling, logit_tolerance)
-    return draws_of(log_law, tokens, orders, outside)
+    log_probs = target_log_probs(logits, sampling)
+    outside = _outside(_scaled(logits, sampling.temperature), log_probs, tokens, sampling, logit_tolerance)
+    return draws_of(log_probs, tokens, orders, outside)
 
 
 def target_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
@@ -156,20 +156,20 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits / temperature if temperature else logits
 
 
-def _outside(scaled: Tensor, log_law: Tensor, tokens: Tensor, sampling: SamplingParams, tolerance: float) -> Tensor:
+def _outside(scaled: Tensor, log_probs: Tensor, tokens: Tensor, sampling: SamplingParams, tolerance: float) -> Tensor:
     """[T] True where no error of the logits up to the tolerance makes the token possible.
 
     With errors up to d, a token can pass another whose logit is up to 2d higher, and a probability m changes by at
     most 2d m (1 - m) to first order, so that top-p can cut later than it does here.
     """
     drawn = tokens[:, None]
-    impossible = log_law.gather(1, drawn) == -torch.inf
+    impossible = log_probs.gather(1, drawn) == -torch.inf
     if not impossible.any():
         return impossible.squeeze(1)
     error = tolerance / (sampling.temperature or 1.0)
     logit = scaled.gather(1, drawn)
-    smallest_kept = scaled.masked_fill(log_law == -torch.inf, torch.inf).amin(1, keepdim=True)
-    explained = logit >= smallest_kept - 2 * error
+    smallest_possible = scaled.masked_fill(log_probs == -torch.inf, torch.inf).amin(1, keepdim=True)
+    explained = logit >= smallest_possible - 2 * error
     if sampling.temperature > 0 and sampling.top_p < 1:
         in_top_k = truncate(scaled, sampling.top_k, 1.0)
         above = (in_top_k.double().softmax(1) * (in_top_k > logit)).sum(1, keepdim=True)

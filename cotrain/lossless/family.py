@@ -4,7 +4,7 @@ The chance of any false alarm is bounded, and the tokens needed are known before
 check of a family is sure to fail: alpha / number of checks, the first step of Holm's procedure.
 
 Speculation verifies several positions in one forward pass and plain decoding one, so the matrix kernels differ. In bfloat16
-two greedy tokens whose logits round to (almost) the same number may swap. Such a tie is told apart from a real
+two greedy tokens whose logits round to (almost) the same number may swap. Such a tie is distinguished from a real
 difference by the engine's own log-probs, and counted.
 """
 
@@ -46,7 +46,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All checks of a family, in the order they were given."""
+    """All checks of a family, in the order in which they were made."""
 
     results: tuple[CheckResult, ...]
     alpha: float

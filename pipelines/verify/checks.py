@@ -21,7 +21,7 @@ from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.run.console import duration
 from drafters.base import SamplingParams
 
-Laws = Callable[[Rollout, SamplingParams], Draws]
+Distributions = Callable[[Rollout, SamplingParams], Draws]
 """Returns the response tokens of a rollout, each under its distribution, which is the distribution that the target gives it."""
 
 DRAFT_VOCABULARY = "draft vocabulary"
@@ -47,7 +47,7 @@ class Plan:
     """False-alarm rate of all checks together."""
 
 
-def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws:
+def target_distributions(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Distributions:
     """Return a function that computes distributions by forward passes of a Hugging Face model in float32.
 
     draft_vocabulary: target ids that can be drafted. dtype: the engine's, to which the model's weights were rounded.
@@ -61,7 +61,7 @@ def target_laws(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Laws
 
 
 def perturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The state of another drafter: the given one with noise on every matrix."""
+    """The state of another drafter: this one with noise on every matrix."""
     generator = torch.Generator().manual_seed(seed)
     matrices = {name: tensor for name, tensor in state.items() if tensor.dim() == 2 and tensor.is_floating_point()}
     return state | {
@@ -76,7 +76,7 @@ class Verifier:
 
     engine: RolloutEngine
     plan: Plan
-    laws: Laws
+    distributions: Distributions
     drafters: Sequence[WeightPayload]
     """The engine serves the first one. They take turns in settings that swap drafters."""
     say: Callable[[str], None]
@@ -112,7 +112,7 @@ class Verifier:
         for number, setting in enumerate(self.plan.settings):
             rollouts = await self._sample(setting, number)
             samplings = [setting.sampling(i) for i in range(len(rollouts))]
-            draws = [self.laws(*pair) for pair in zip(rollouts, samplings, strict=True)]
+            draws = [self.distributions(*pair) for pair in zip(rollouts, samplings, strict=True)]
             checks = setting_checks(rollouts, samplings, draws, str(setting), rng, logit_error)
             self._part_done(str(setting), checks)
             results += checks
@@ -124,7 +124,7 @@ class Verifier:
         if not setting.unsteady:
             return await generating
         rollouts, _ = await self._disturbed(generating, [*range(longest, -1, -1), *range(1, longest)])
-        # Steps with a draft length of 0 are not recorded, so a token's place in its step cannot be told from the others.
+        # Steps with a draft length of 0 are not recorded, so a token's place in its step is not known.
         return [replace(rollout, verification_steps=()) for rollout in rollouts]
 
     async def generate(self, setting: Setting, number: int, seed: int = 0) -> list[Rollout]:
@@ -152,7 +152,7 @@ class Verifier:
         counts = total_counts(rollout.speculation for rollout in rollouts)
         num_drafts = counts.num_drafts if counts else 0
         if bool(num_drafts) != bool(setting.num_speculative_tokens):
-            raise RuntimeError(f"asked for {setting}, the engine verified {num_drafts} drafts: nothing is verified")
+            raise RuntimeError(f"{setting}: the engine verified {num_drafts} drafts: nothing is verified")
         return rollouts
 
     async def _disturbed(
@@ -175,7 +175,7 @@ class Verifier:
         return await generating, swaps
 
     def _part_done(self, what: str, results: Sequence[CheckResult] = ()) -> None:
-        """Say which part of the plan is done, what it found, and how much time is left."""
+        """Say which part of the plan is done, its smallest p, and how much time is left."""
         self.parts_done += 1
         parts = self.plan.num_speculative_tokens + 2 + len(self.plan.settings)
         left = (time.perf_counter() - self.started) * (parts / self.parts_done - 1)

@@ -19,7 +19,7 @@ from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
 from pipelines.page.page import Page, Section, write_page
-from pipelines.verify.checks import Plan, Verifier, perturbed, target_laws
+from pipelines.verify.checks import Plan, Verifier, perturbed, target_distributions
 
 DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
 
@@ -67,22 +67,22 @@ def main(argv: Sequence[str]) -> int:
 def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.EngineSetup]:
     """Check the options, load the drafter, encode the prompts. A drafter of the registry is copied to `pulled`.
 
-    Options that were not given are taken from the configuration. Each setting gets enough tokens to find --distance with
+    Options that are not set come from the configuration. Each setting gets enough tokens to find --distance with
     probability POWER at the strictest level of all checks together. Raises ValueError naming the option and the fix.
     """
     config = load_config([args.config]) if args.config else None
-    asked = config.rollout if config else RolloutConfig()
+    configured = config.rollout if config else RolloutConfig()
     args.model = args.model or (config.policy.model if config else None)
     if not args.model or not args.drafter:
         raise ValueError("--model and --drafter: give both; a --config names a model too")
-    args.k, args.dtype = args.k or asked.num_speculative_tokens, args.dtype or asked.dtype
+    args.k, args.dtype = args.k or configured.num_speculative_tokens, args.dtype or configured.dtype
     samplings: tuple[SamplingParams, ...] = STANDARD_SAMPLINGS
-    if config and asked.temperature > 0:  # greedy text is always checked
-        samplings = (SamplingParams(asked.temperature, asked.top_p, asked.top_k, ""),)
+    if config and configured.temperature > 0:  # greedy text is always checked
+        samplings = (SamplingParams(configured.temperature, configured.top_p, configured.top_k, ""),)
     task = config.task if config else engines.DEFAULT_TASK
-    rollout = {"num_speculative_tokens": args.k, "ignore_eos": True, "vllm": asked.vllm}
+    rollout = {"num_speculative_tokens": args.k, "ignore_eos": True, "vllm": configured.vllm}
     setup = engines.prepare_engine(args, task, NUM_PROMPTS, args.batch, pulled, **rollout)
-    setup = setup.with_history() if args.history or asked.history else setup
+    setup = setup.with_history() if args.history or configured.history else setup
     assert setup.drafter is not None
     num_orders = 2 if len(setup.drafter.draft_to_target) < setup.drafter.shape.sizes.vocab_size else 1
     settings = standard_settings(args.k, samplings)
@@ -100,17 +100,17 @@ async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Cal
     assert setup.drafter is not None
     dtype, state = getattr(torch, plan.dtype), setup.drafter.state_for_serving()
     target = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).float().eval()
-    laws = target_laws(target, setup.drafter.draft_to_target.tolist(), plan.dtype)
+    distributions = target_distributions(target, setup.drafter.draft_to_target.tolist(), plan.dtype)
     say("starting the engine")
     async with engines.one_engine(setup, plan.seed, threads) as engine:
         states = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)}
         folder = Path(engine.spec.scratch)
         drafters = [write_payload(tensors, folder / name, dtype) for name, tensors in states.items()]
-        return await Verifier(engine, plan, laws, drafters, say).verdict()
+        return await Verifier(engine, plan, distributions, drafters, say).verdict()
 
 
 def outcome(verdict: Verdict) -> dict[str, Any]:
-    """The results for verify.json. `finds` is the total variation distance that a uniformity check would have found."""
+    """The results for verify.json. `finds` is the total variation distance that a uniformity check would detect."""
     level, failures = verdict.alpha / len(verdict.results), verdict.failures
     checks = []
     for result in verdict.results:

@@ -21,7 +21,7 @@ from cotrain.records import Rollout, WeightPayload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetWeights
 from drafters.eagle3.model import to_tokens
-from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
+from pipelines.verify.checks import Distributions, Plan, Verifier, perturbed, target_distributions
 from tests.engine import planted_bugs
 from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests
 from tests.engine.planted_bugs import WHERE, K
@@ -67,9 +67,9 @@ def planting(rollout_config: RolloutConfig, target_folder: Path, small_drafter_f
 
 
 @pytest.fixture(scope="module")
-def laws(target_model: Any, small_drafter: Drafter) -> Laws:
+def distributions(target_model: Any, small_drafter: Drafter) -> Distributions:
     ids = to_tokens(small_drafter.state_for_serving()["d2t"]).tolist()
-    return target_laws(target_model, ids, "float32")
+    return target_distributions(target_model, ids, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -83,45 +83,58 @@ def plant(live: LiveEngine, bug: str | None) -> None:
 
 
 def verifier_of(
-    live: LiveEngine, laws: Laws, drafters: list[WeightPayload], *settings: Setting, tokens: int = TOKENS
+    live: LiveEngine,
+    distributions: Distributions,
+    drafters: list[WeightPayload],
+    *settings: Setting,
+    tokens: int = TOKENS,
 ) -> Verifier:
     prompts = [request.prompt_token_ids for request in make_requests(32)]
     plan = Plan(settings, prompts, K, 48, tokens, "float32", seed=1, alpha=ALPHA)
-    return Verifier(live.engine, plan, laws, drafters, lambda line: None)
+    return Verifier(live.engine, plan, distributions, drafters, lambda line: None)
 
 
 def verdict(
-    live: LiveEngine, laws: Laws, drafters: list[WeightPayload], *settings: Setting, alpha: float, tokens: int = TOKENS
+    live: LiveEngine,
+    distributions: Distributions,
+    drafters: list[WeightPayload],
+    *settings: Setting,
+    alpha: float,
+    tokens: int = TOKENS,
 ) -> Verdict:
-    return judge(live.run(verifier_of(live, laws, drafters, *settings, tokens=tokens).sampled()), alpha)
+    return judge(live.run(verifier_of(live, distributions, drafters, *settings, tokens=tokens).sampled()), alpha)
 
 
 @pytest.mark.parametrize("bug", planted_bugs.BUGS)
-def test_a_planted_bug_is_caught(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload], bug: str) -> None:
+def test_a_planted_bug_is_caught(
+    planting: LiveEngine, distributions: Distributions, drafters: list[WeightPayload], bug: str
+) -> None:
     plant(planting, bug)
     try:
         tokens = 2 * TOKENS if bug == OF_DRAFT_VOCABULARY else TOKENS
-        found = verdict(planting, laws, drafters, WHERE[bug], alpha=ALPHA, tokens=tokens)
+        found = verdict(planting, distributions, drafters, WHERE[bug], alpha=ALPHA, tokens=tokens)
     finally:
         plant(planting, None)
     assert not found.passed
 
 
-def test_a_clean_engine_passes_all_settings(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload]) -> None:
+def test_a_clean_engine_passes_all_settings(
+    planting: LiveEngine, distributions: Distributions, drafters: list[WeightPayload]
+) -> None:
     """Among them those in which the bugs were caught, now that they are out."""
     settings = {str(setting): setting for setting in [*standard_settings(K), *WHERE.values()]}
-    found = verdict(planting, laws, drafters, *settings.values(), alpha=CLEAN_ALPHA, tokens=TOKENS // 2)
+    found = verdict(planting, distributions, drafters, *settings.values(), alpha=CLEAN_ALPHA, tokens=TOKENS // 2)
     assert found.passed, str(found)
     assert len(found.results) > 100
 
 
 @pytest.mark.parametrize("bug", [None, "accepted prefix one too long"])
 def test_greedy_text_is_the_same_while_drafters_take_turns(
-    planting: LiveEngine, laws: Laws, drafters: list[WeightPayload], bug: str | None
+    planting: LiveEngine, distributions: Distributions, drafters: list[WeightPayload], bug: str | None
 ) -> None:
     plant(planting, bug)
     try:
-        results = planting.run(verifier_of(planting, laws, drafters).greedy())
+        results = planting.run(verifier_of(planting, distributions, drafters).greedy())
     finally:
         plant(planting, None)
     assert [r.p for r in results] == [0.0 if bug else 1.0] * (K + 1)
@@ -132,10 +145,12 @@ def test_greedy_text_is_the_same_while_drafters_take_turns(
 
 
 @pytest.mark.parametrize("k", range(K + 1))
-def test_steps_account_for_every_token(planting: LiveEngine, laws: Laws, drafters: list[WeightPayload], k: int) -> None:
+def test_steps_account_for_every_token(
+    planting: LiveEngine, distributions: Distributions, drafters: list[WeightPayload], k: int
+) -> None:
     """vLLM records a step if it had drafts, before the last one is cut; prefill emits one token before the first."""
     setting = Setting(k, "probabilistic", (PLAIN,))
-    rollouts = planting.run(verifier_of(planting, laws, drafters).generate(setting, 48))
+    rollouts = planting.run(verifier_of(planting, distributions, drafters).generate(setting, 48))
     cut = 0
     for rollout in rollouts:
         steps = rollout.verification_steps
@@ -153,7 +168,7 @@ def test_steps_account_for_every_token(planting: LiveEngine, laws: Laws, drafter
 @pytest.mark.parametrize("bug", [None, "bonus token from the row before", "vLLM's CPU sampler bug"])
 def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(
     planting: LiveEngine,
-    laws: Laws,
+    distributions: Distributions,
     drafters: list[WeightPayload],
     target_model: Any,
     bug: str | None,
@@ -164,7 +179,7 @@ def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(
     setting = Setting(K, "probabilistic", (PLAIN,))
     plant(planting, bug)
     try:
-        rollouts = planting.run(verifier_of(planting, laws, drafters).generate(setting, 160))
+        rollouts = planting.run(verifier_of(planting, distributions, drafters).generate(setting, 160))
     finally:
         plant(planting, None)
     sizes = []

@@ -17,7 +17,7 @@ from cotrain.records import WeightPayload
 from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
-from pipelines.verify.checks import Laws, Plan, Verifier, perturbed, target_laws
+from pipelines.verify.checks import Distributions, Plan, Verifier, perturbed, target_distributions
 from pipelines.verify.command import build_parser, main, outcome, page, prepare
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
@@ -37,34 +37,36 @@ def drafter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def laws() -> Laws:
-    return target_laws(MarkovModel(), MODEL.draft_vocabulary.tolist(), "float32")
+def distributions() -> Distributions:
+    return target_distributions(MarkovModel(), MODEL.draft_vocabulary.tolist(), "float32")
 
 
 def plan_of(*settings: Setting, tokens: int = 2000) -> Plan:
     return Plan(settings, [[i] for i in range(8)], K, 40, tokens, "float32", 0, ALPHA)
 
 
-def verifier_of(engine: MarkovEngine, plan: Plan, laws: Laws, lines: list[str] | None = None) -> Verifier:
+def verifier_of(
+    engine: MarkovEngine, plan: Plan, distributions: Distributions, lines: list[str] | None = None
+) -> Verifier:
     said = [] if lines is None else lines
-    return Verifier(engine, plan, laws, DRAFTERS, said.append)
+    return Verifier(engine, plan, distributions, DRAFTERS, said.append)
 
 
-def verdict_of(engine: MarkovEngine, plan: Plan, laws: Laws) -> Verdict:
-    return judge(asyncio.run(verifier_of(engine, plan, laws).sampled()), ALPHA)
+def verdict_of(engine: MarkovEngine, plan: Plan, distributions: Distributions) -> Verdict:
+    return judge(asyncio.run(verifier_of(engine, plan, distributions).sampled()), ALPHA)
 
 
-def greedy_of(engine: MarkovEngine, laws: Laws) -> list[CheckResult]:
-    return asyncio.run(verifier_of(engine, plan_of(), laws).greedy())
+def greedy_of(engine: MarkovEngine, distributions: Distributions) -> list[CheckResult]:
+    return asyncio.run(verifier_of(engine, plan_of(), distributions).greedy())
 
 
 def options(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(["--model", "tiny:llama", *arguments])
 
 
-def test_a_clean_sampler_passes_every_setting(laws: Laws) -> None:
+def test_a_clean_sampler_passes_every_setting(distributions: Distributions) -> None:
     plan = plan_of(*standard_settings(K))
-    verdict = verdict_of(MarkovEngine(), plan, laws)
+    verdict = verdict_of(MarkovEngine(), plan, distributions)
     assert verdict.passed, str(verdict)
     settings = {result.setting.split(":")[0] for result in verdict.results}
     assert {str(setting) for setting in plan.settings} == settings
@@ -80,39 +82,39 @@ def test_a_clean_sampler_passes_every_setting(laws: Laws) -> None:
         ("truncation keeps the draft token", "support"),
     ],
 )
-def test_a_planted_bug_fails_its_check(laws: Laws, bug: str, check: str) -> None:
+def test_a_planted_bug_fails_its_check(distributions: Distributions, bug: str, check: str) -> None:
     settings = (Setting(K, "probabilistic", (PLAIN,)), Setting(K, "probabilistic", (SamplingParams(0.8, 0.9, 8, ""),)))
-    verdict = verdict_of(MarkovEngine(bug), plan_of(*settings, tokens=4000), laws)
+    verdict = verdict_of(MarkovEngine(bug), plan_of(*settings, tokens=4000), distributions)
     assert check in {result.check for result in verdict.failures}
 
 
-def test_a_mixed_batch_tests_every_sampler_of_it(laws: Laws) -> None:
+def test_a_mixed_batch_tests_every_sampler_of_it(distributions: Distributions) -> None:
     engine = MarkovEngine()
     mixed = Setting(K, "greedy", (PLAIN, SamplingParams(0.5, 1.0, 0, ""), SamplingParams(0.0, 1.0, 0, "")))
-    verdict = verdict_of(engine, plan_of(mixed), laws)
+    verdict = verdict_of(engine, plan_of(mixed), distributions)
     assert verdict.passed
     counts = {result.check: result.num for result in verdict.results if result.setting == str(mixed)}
     assert counts["support"] == 2000
     assert counts["uniformity by probability"] == 34 * 40  # greedy tokens have a law without chance
     wrong = replace(mixed, samplings=(PLAIN, SamplingParams(0.6, 1.0, 0, ""), SamplingParams(0.0, 1.0, 0, "")))
-    shifted = target_laws_of(laws, mixed, wrong)
+    shifted = target_laws_of(distributions, mixed, wrong)
     assert not verdict_of(MarkovEngine(), plan_of(mixed, tokens=4000), shifted).passed
 
 
-def target_laws_of(laws: Laws, asked: Setting, believed: Setting) -> Laws:
+def target_laws_of(distributions: Distributions, asked: Setting, believed: Setting) -> Distributions:
     names = dict(zip(asked.samplings, believed.samplings, strict=True))
-    return lambda rollout, sampling: laws(rollout, names[sampling])
+    return lambda rollout, sampling: distributions(rollout, names[sampling])
 
 
-def test_greedy_identity_holds_over_swaps_and_the_first_drafter_is_served_again(laws: Laws) -> None:
+def test_greedy_identity_holds_over_swaps_and_the_first_drafter_is_served_again(distributions: Distributions) -> None:
     engine = MarkovEngine()
-    results = greedy_of(engine, laws)
+    results = greedy_of(engine, distributions)
     assert [result.p for result in results] == [1.0] * (K + 1)
     assert engine.received[-1] is DRAFTERS[0]
     assert "mid-generation" in results[-1].setting
 
 
-def test_lengths_jump_and_drafters_take_turns_in_an_unsteady_setting(laws: Laws) -> None:
+def test_lengths_jump_and_drafters_take_turns_in_an_unsteady_setting(distributions: Distributions) -> None:
     lengths: list[int] = []
 
     class Slow(MarkovEngine):
@@ -128,29 +130,29 @@ def test_lengths_jump_and_drafters_take_turns_in_an_unsteady_setting(laws: Laws)
 
     engine = Slow()
     unsteady = Setting(K, "probabilistic", (PLAIN,), unsteady=True)
-    verdict = verdict_of(engine, plan_of(unsteady), laws)
+    verdict = verdict_of(engine, plan_of(unsteady), distributions)
     assert verdict.passed
     assert lengths[1:6] == [1, 0, 1, 2, 1]
     assert engine.received[:2] == DRAFTERS[::-1] and engine.received[-1] is DRAFTERS[0]
     assert not any(": " in result.setting for result in verdict.results)
 
 
-def test_a_difference_of_greedy_text_is_proof(laws: Laws) -> None:
+def test_a_difference_of_greedy_text_is_proof(distributions: Distributions) -> None:
     engine = MarkovEngine("accepted prefix one too long")
     engine.greedy_differs = True
-    assert [result.p for result in greedy_of(engine, laws)] == [0.0] * (K + 1)
+    assert [result.p for result in greedy_of(engine, distributions)] == [0.0] * (K + 1)
 
 
-def test_an_engine_that_does_not_speculate_verifies_nothing(laws: Laws) -> None:
+def test_an_engine_that_does_not_speculate_verifies_nothing(distributions: Distributions) -> None:
     class Idle(MarkovEngine):
         async def set_num_speculative_tokens(self, num_speculative_tokens: int) -> None:
             self.num_speculative_tokens = 0
 
     with pytest.raises(RuntimeError, match="nothing is verified"):
-        verdict_of(Idle(), plan_of(Setting(K, "greedy", (PLAIN,))), laws)
+        verdict_of(Idle(), plan_of(Setting(K, "greedy", (PLAIN,))), distributions)
 
 
-def test_seeds_are_distinct_over_settings(laws: Laws) -> None:
+def test_seeds_are_distinct_over_settings(distributions: Distributions) -> None:
     seeds: list[int | None] = []
 
     class Recording(MarkovEngine):
@@ -158,7 +160,7 @@ def test_seeds_are_distinct_over_settings(laws: Laws) -> None:
             seeds.extend(request.seed for request in requests)
             return await super().generate(requests, **options)
 
-    verifier = verifier_of(Recording(), plan_of(*(Setting(k, "greedy", (PLAIN,)) for k in (0, 1, 2))), laws)
+    verifier = verifier_of(Recording(), plan_of(*(Setting(k, "greedy", (PLAIN,)) for k in (0, 1, 2))), distributions)
     asyncio.run(verifier.sampled())
     own = [seed for seed in seeds if seed is not None]
     assert len(own) == len(set(own)) == 3 * 25
@@ -238,10 +240,10 @@ def test_linear_attention_in_float32_is_refused_by_the_option(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("bug", [None, "recovered token from q"])
-def test_the_plan_is_judged_with_time_left(laws: Laws, bug: str | None) -> None:
+def test_the_plan_is_judged_with_time_left(distributions: Distributions, bug: str | None) -> None:
     lines: list[str] = []
     plan = plan_of(Setting(0, "greedy", (PLAIN,)), Setting(K, "probabilistic", (PLAIN,)))
-    assert asyncio.run(verifier_of(MarkovEngine(bug), plan, laws, lines).verdict()).passed == (bug is None)
+    assert asyncio.run(verifier_of(MarkovEngine(bug), plan, distributions, lines).verdict()).passed == (bug is None)
     assert len(lines) == (2 + K) + 2 and all("about " in line and "left" in line for line in lines)
     assert lines[-1].startswith(f"{4 + K}/{4 + K} k=2 probabilistic, T=1, smallest p")
     assert lines[-1].endswith("about 0s left")
@@ -260,8 +262,10 @@ def test_a_perturbed_drafter_differs_in_matrices_only() -> None:
     assert torch.equal(other["norm"], state["norm"]) and torch.equal(other["d2t"], state["d2t"])
 
 
-def test_the_report_shows_failures_first_and_what_would_be_found(laws: Laws) -> None:
-    verdict = verdict_of(MarkovEngine("typical acceptance"), plan_of(Setting(K, "probabilistic", (PLAIN,))), laws)
+def test_the_report_shows_failures_first_and_what_would_be_found(distributions: Distributions) -> None:
+    verdict = verdict_of(
+        MarkovEngine("typical acceptance"), plan_of(Setting(K, "probabilistic", (PLAIN,))), distributions
+    )
     written = json.loads(json.dumps(outcome(verdict)))
     assert written["passed"] is False
     finds = [row["finds"] for row in written["checks"] if row["check"].startswith("uniformity")]

@@ -21,7 +21,7 @@ from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.setting import Setting
 from cotrain.records import Rollout, Versions
 from drafters.base import SamplingParams
-from pipelines.verify.checks import target_laws
+from pipelines.verify.checks import target_distributions
 from tests.cotrain.lossless.conftest import MODEL
 from tests.cotrain.lossless.markov_engine import MarkovModel
 from tests.cotrain.lossless.simulated_sampler import VOCAB
@@ -44,7 +44,7 @@ CHAINS, LENGTH = 160, 50
 TARGET = torch.from_numpy(MODEL.target).float()
 DRAFT_VOCABULARY = torch.from_numpy(MODEL.draft_vocabulary)
 DRAFT = torch.from_numpy(MODEL.draft).float()[:, DRAFT_VOCABULARY]
-LAWS = target_laws(MarkovModel(), DRAFT_VOCABULARY.tolist(), "float32")
+LAWS = target_distributions(MarkovModel(), DRAFT_VOCABULARY.tolist(), "float32")
 
 
 @dataclass
@@ -79,8 +79,8 @@ def sampling_metadata(samplings: list[SamplingParams]) -> Any:
 
 def drawn(context: Tensor, samplings: list[SamplingParams]) -> Tensor:
     """Tokens as the engine draws them from prefill, and as bonus."""
-    laws = torch.cat([target_log_probs(TARGET[c][None], s) for c, s in zip(context, samplings, strict=True)])
-    return torch.multinomial(laws.exp(), 1)
+    distributions = torch.cat([target_log_probs(TARGET[c][None], s) for c, s in zip(context, samplings, strict=True)])
+    return torch.multinomial(distributions.exp(), 1)
 
 
 def generate(proposer: Proposer, setting: Setting) -> list[Rollout]:
