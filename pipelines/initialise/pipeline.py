@@ -94,7 +94,7 @@ class Initialisation:
                 setup = EngineSetup(self.model, [], config.rollout, new.drafter, untrained)
                 engine = await stack.enter_async_context(one_engine(setup, config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)
-            if not await sources.collect(engine, self.corpus, source, config, say, self.stop_requested):
+            if not await self.collect(engine, source):
                 return False
             training, held_out = sources.split(self.corpus.rollouts, config.rollout.samples_per_prompt)
             say(f"{len(training):,} rollouts to train on, {len(held_out):,} held out")
@@ -113,6 +113,36 @@ class Initialisation:
             write_json(self.run_dir.path / "init.json", figures)
             say(summary(figures, config, self.run_dir.path / "drafter"))
         return True
+
+    async def collect(self, engine: RolloutEngine, source: sources.Source) -> bool:
+        """Append parts until there are init.tokens response tokens or the source ends. Returns False when it was to stop early.
+
+        What the next part holds depends on the corpus alone, so an interrupted collection continues as if it had not been.
+        """
+        corpus, wanted, samples = self.corpus, self.config.init.tokens, self.config.rollout.samples_per_prompt
+        before, started = corpus.num_response_tokens, time.monotonic()
+        while not self.stop_requested():
+            have, done = corpus.num_response_tokens, len(corpus.rollouts)
+            if have >= wanted:
+                return True
+            mean_length = have / done if done else self.config.rollout.max_new_tokens
+            count = min(sources.PART_ROLLOUTS, ceil((wanted - have) / mean_length))
+            if isinstance(source, list):
+                part = source[done : done + count]
+            else:
+                requests = source.requests(done // samples, max(1, round(count / samples)))
+                rollouts = (await engine.generate(requests, tap=False)).rollouts
+                part = [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in rollouts]
+            if not part:
+                self.console.say(
+                    f"note: init.source has no more than {have:,} of {wanted:,} response tokens (init.tokens)"
+                )
+                return True
+            corpus.append(part)
+            have = corpus.num_response_tokens
+            rate = (have - before) / (time.monotonic() - started)
+            self.console.say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s")
+        return False
 
     def _trainer(self, total_updates: int) -> DrafterTrainer:
         """A trainer that begins with drafter.init, or with a new drafter."""

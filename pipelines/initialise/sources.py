@@ -6,15 +6,12 @@ A row that was cut off is not read, so a part is either complete or absent.
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import DatasetRollouts, RecordedRollouts, RolloutConfig, RunConfig
-from cotrain.engine.engine import RolloutEngine
 from cotrain.records import RolloutRequest, derived_seed
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.base import Task, build_task
@@ -153,39 +150,3 @@ def open_source(config: RunConfig, model: Path, about: dict[str, Any]) -> Source
     if task.left_out:
         print(f"note: left out {task.left_out}")
     return PromptStream(task, load_tokenizer(model), config)
-
-
-async def collect(
-    engine: RolloutEngine,
-    corpus: Corpus,
-    source: Source,
-    config: RunConfig,
-    say: Callable[[str], None],
-    stop_requested: Callable[[], bool],
-) -> bool:
-    """Append parts until there are init.tokens response tokens or the source ends. Returns False when asked to stop early.
-
-    What the next part holds depends on the corpus alone, so an interrupted collection continues as if it had not been.
-    """
-    wanted, before, started = config.init.tokens, corpus.num_response_tokens, time.monotonic()
-    samples = config.rollout.samples_per_prompt
-    while not stop_requested():
-        have, done = corpus.num_response_tokens, len(corpus.rollouts)
-        if have >= wanted:
-            return True
-        mean_length = have / done if done else config.rollout.max_new_tokens
-        count = min(PART_ROLLOUTS, ceil((wanted - have) / mean_length))
-        if isinstance(source, list):
-            part = source[done : done + count]
-        else:
-            requests = source.requests(done // samples, max(1, round(count / samples)))
-            batch = await engine.generate(requests, tap=False)
-            part = [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in batch.rollouts]
-        if not part:
-            say(f"note: init.source has no more than {have:,} response tokens; init.tokens asks for {wanted:,}")
-            return True
-        corpus.append(part)
-        have = corpus.num_response_tokens
-        rate = (have - before) / (time.monotonic() - started)
-        say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s")
-    return False

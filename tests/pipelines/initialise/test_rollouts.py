@@ -1,6 +1,7 @@
 """Rollouts on disk: parts, the split by prompt, and what is refused."""
 
 import asyncio
+import io
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -8,13 +9,14 @@ import pytest
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Versions
+from cotrain.run.console import Console
 from cotrain.run.rows import read_rows
+from pipelines.initialise.pipeline import Initialisation
 from pipelines.initialise.sources import (
     FILE,
     Corpus,
     PromptStream,
     StoredRollout,
-    collect,
     read_recorded,
     split,
 )
@@ -68,9 +70,10 @@ def run_collect(run_config):
 
     def run(folder, source, tokens: int, stop_after: int = 10**9) -> tuple[Corpus, bool, list[str]]:
         config = run_config(init={"tokens": tokens}, rollout={"max_new_tokens": 8, "samples_per_prompt": 2})
-        corpus, said, asked = new_corpus(folder), [], iter(range(10**9))
+        corpus, printed, asked = new_corpus(folder), io.StringIO(), iter(range(10**9))
         stop = lambda: next(asked) >= stop_after
-        return corpus, asyncio.run(collect(EchoEngine(), corpus, source, config, said.append, stop)), said
+        init = Initialisation(config, None, None, corpus, Console(printed), stop)
+        return corpus, asyncio.run(init.collect(EchoEngine(), source)), printed.getvalue().splitlines()
 
     return run
 
@@ -127,7 +130,7 @@ def test_given_rollouts_end_when_they_end(run_collect, tmp_path):
     assert done and corpus.rollouts == given[:20]
     corpus, done, said = run_collect(tmp_path / "all", given, tokens=5000)
     assert done and corpus.rollouts == given
-    assert said[-1] == "note: init.source has no more than 1,000 response tokens; init.tokens asks for 5,000"
+    assert said[-1] == "note: init.source has no more than 1,000 of 5,000 response tokens (init.tokens)"
 
 
 @pytest.mark.parametrize(("rollouts", "held"), [(6, 3), (60, 6), (90, 9), (100, 9), (9000, 126)])
