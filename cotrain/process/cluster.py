@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -39,6 +40,12 @@ LONGEST_TMPDIR = 13
 
 STARTING_FACTOR = 4
 """A role's first answer may take this many times cluster.hang_after_s, because the role loads a model first."""
+
+MEMORY = (
+    "lower policy.micro_batch_tokens, rollout.features.max_bytes or, on a CPU, rollout.vllm.kv_cache_memory_bytes, "
+    "or end what else runs there"
+)
+NODE_GONE = re.compile(r"node (was terminated|has died|has crashed)|NodeAffinitySchedulingStrategy")
 
 
 def engine_device() -> str:
@@ -181,10 +188,8 @@ class Cluster:
 
     def _died(self, actors: Collection[str], error: Any) -> RunFailure:
         """Return the failure of actors that, as Ray reports, do not answer any more. The error may name the one that died."""
-        from cotrain.process.deaths import in_words
-
         dead = getattr(error, "actor_id", None)
-        return self._failure([dead] if dead in self._actors else actors, in_words(error))
+        return self._failure([dead] if dead in self._actors else actors, cause_of_death(error))
 
     def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
         """Wait `timeout` seconds at most for a result. Return the first reference that has one in a list, which may be empty."""
@@ -257,3 +262,27 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
 def _actor_of(reference: Any) -> str:
     """Return the id of the actor that a reference waits for."""
     return reference.task_id().actor_id().hex()
+
+
+def cause_of_death(error: Any) -> str:
+    """Return in one line why a process does not answer, with the remedy where there is one. error: one of Ray's, of any class."""
+    from ray import exceptions
+
+    text = str(error).strip()
+    lines = text.splitlines() or [type(error).__name__]
+    if isinstance(error, exceptions.OutOfMemoryError):
+        used = re.search(r"was (\S+ used / \S+) limit", text)
+        return f"Ray ended its process because its node ran out of memory{f' ({used[1]})' if used else ''}: {MEMORY}"
+    if isinstance(error, exceptions.RayActorError) and error.actor_init_failed:
+        return f"its process could not start: {lines[-1]}"
+    if isinstance(error, exceptions.NodeDiedError | exceptions.LocalRayletDiedError) or NODE_GONE.search(text):
+        return "its node is gone: switched off, out of memory, or cut off from the network"
+    if isinstance(error, exceptions.ActorUnavailableError):
+        return "its process cannot be reached: the connection to its node is broken, or the node is overloaded"
+    if isinstance(error, exceptions.RayActorError | exceptions.WorkerCrashedError):
+        return "its process has died: killed from outside, or out of memory"
+    if isinstance(error, exceptions.ObjectLostError):
+        return "its answer is lost, with the process or the node that held it"
+    if isinstance(error, exceptions.RayTaskError):
+        return lines[-1]
+    return f"Ray reports {type(error).__name__}: {lines[0]}"

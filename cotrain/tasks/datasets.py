@@ -8,8 +8,7 @@ from typing import Any
 
 from cotrain.config.schema import DatasetSource, DatasetTask
 from cotrain.records import Prompt
-from cotrain.tasks.messages import chat_messages, split_question
-from cotrain.tasks.prompts import encode_prompt
+from cotrain.tasks.prompts import chat_messages, encode_prompt, split_question
 from cotrain.tasks.rewards import REWARDS, check_answer
 
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}

@@ -9,8 +9,7 @@ from typing import Any
 from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.answers import extract_answer, extract_number, number_in
-from cotrain.tasks.messages import chat_messages
-from cotrain.tasks.prompts import encode_prompt
+from cotrain.tasks.prompts import chat_messages, encode_prompt
 
 logger = logging.getLogger(__name__)
 

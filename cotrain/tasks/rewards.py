@@ -14,7 +14,7 @@ from typing import Any
 from cotrain.process.failures import TaskFailed
 from cotrain.records import Prompt
 from cotrain.tasks.answers import extract_answer, extract_number, number_in
-from cotrain.tasks.messages import Messages
+from cotrain.tasks.prompts import Messages
 
 Reward = Callable[[Messages, str, Any], float]  # (prompt messages, response, answer) -> finite float
 
