@@ -8,7 +8,7 @@ from pathlib import Path
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import config_folder
 from cotrain.process.cluster import place
-from cotrain.process.placement import bundles_of, nodes_for, places_of, roles_of
+from cotrain.process.placement import bundles_of, nodes_for, roles_of
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import read_config
 
@@ -36,10 +36,10 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
             f"rollout.vllm.tensor_parallel_size: nodes of {gpus_per_node} GPUs do not hold {config.rollout.num_engines} "
             f"engines of {config.rollout.tensor_parallel_size} GPUs on one node each; lower it, or rollout.num_engines"
         )
-    places = places_of(roles, chosen)
+    node_of = dict(zip(roles, chosen, strict=True))
     lines = [f'Places on free nodes, with device "{device}" and cluster.strategy = "{strategy}":']
     for node in free:
-        here = {role: bundles[index].get("GPU", 0) for role, (index, where) in places.items() if where == node}
+        here = {role: gpus.get(role, 0) for role in roles if node_of[role] == node}
         names = [role if share in (0, 1) else f"{role} ({share:g} GPU)" for role, share in here.items()]
         lines.append(f"  {node}, {sum(here.values()):g} of {gpus_per_node} GPUs: {', '.join(names) or 'nothing'}")
     try:

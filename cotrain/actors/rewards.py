@@ -43,8 +43,7 @@ class Rewards:
         self._cluster, self._config = cluster, config
         self._environment = nodes.call(cluster.node_of["rewards"], openmp_environment, 1)
         self._actor: Any = None
-        self.starting = self.restart()
-        """Reference of the process's first start."""
+        self.starting = self.restart()  # reference of the process's first start
 
     def restart(self) -> Any:
         """Kill the process and begin to start another one. Returns the reference of its start, which raises what that raises."""

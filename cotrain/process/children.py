@@ -17,9 +17,7 @@ PR_SET_PDEATHSIG = 1
 def follow_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when its parent dies (Linux), and leave Ctrl-C to the controller.
 
-    Actors and the processes of vLLM call this. Without it, `kill -9` of the run leaves vLLM's engine core and workers
-    behind, holding memory. Ray's own processes end by themselves, though two idle agents take a minute.
-
+    Without it, `kill -9` of the run leaves vLLM's engine core and workers behind, holding memory.
     parent: process id of the parent, which a process of multiprocessing knows by itself.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -27,7 +25,7 @@ def follow_parent(parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent is None and (known := multiprocessing.parent_process()) is not None:
         parent = known.pid
-    if parent is not None and os.getppid() != parent:  # it died before the kernel was asked
+    if parent is not None and os.getppid() != parent:  # it died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # Ctrl-C then reaches only the controller, which finishes its step
@@ -69,7 +67,7 @@ def redirect_output(path: str | Path) -> None:
 
 @contextmanager
 def two_stage_stop(say: Callable[[str], None], unit: str) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells if SIGINT or SIGTERM has asked to stop after this `unit`. A second does what it did before."""
+    """Yield a function that tells whether SIGINT or SIGTERM wants a stop after this `unit`. A second acts as it did before."""
     requested, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def handle(signum: int, frame: Any) -> None:

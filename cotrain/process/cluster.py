@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -30,16 +31,21 @@ RAY_ENVIRONMENT = {
 """Ray reads these when it is imported."""
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Room for rollouts and metrics; weights and features travel as files in shared memory."""
+"""Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory."""
 
-CONNECT_SECONDS = 10.0
-"""How long to try cluster.address before reporting that no cluster answers."""
+CONNECT_SECONDS = 10.0  # how long to try cluster.address before reporting that no cluster answers
 
 LONGEST_TMPDIR = 13
 """Bytes of a TMPDIR in which Ray's sockets have paths of at most the kernel's 107 bytes; a longer one is left for /tmp."""
 
 STARTING_FACTOR = 4
 """A role's first answer may take this many times cluster.hang_after_s, because the role loads a model first."""
+
+MEMORY = (
+    "lower policy.micro_batch_tokens, rollout.features.max_bytes or, on a CPU, rollout.vllm.kv_cache_memory_bytes, "
+    "or end what else runs there"
+)
+NODE_GONE = re.compile(r"node (was terminated|has died|has crashed)|NodeAffinitySchedulingStrategy")
 
 
 def engine_device() -> str:
@@ -62,17 +68,15 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
     are enough, and else share. If just one GPU is missing, the drafter's trainer and the last learner process have half of one
     each. Raises ValueError when the configuration needs GPUs that are not there.
     """
-    transfer, ranks = config.policy.weight_transfer, config.rollout.tensor_parallel_size
-    num_gpus = sum(gpus_of_nodes)
+    transfer, ranks, num_gpus = config.policy.weight_transfer, config.rollout.tensor_parallel_size, sum(gpus_of_nodes)
     needed = ranks * config.rollout.num_engines + config.policy.num_processes
     if (transfer == "nccl" and num_gpus < needed) or (transfer == "ipc" and num_gpus != 1):
         needs = f"{needed} GPUs for engines and learner" if transfer == "nccl" else "one GPU that all roles share"
         raise ValueError(f'policy.weight_transfer: "{transfer}" needs {needs}, there are {num_gpus}; set it to "files"')
     if not num_gpus:
         return "cpu", {}
-    roles = [role for role in roles_of(config) if role != "rewards"]
-    engines = [role for role in roles if role.startswith("rollout") and ranks > 1]
-    others = [role for role in roles if role not in engines]
+    engines = [role for role in roles_of(config) if role.startswith("rollout") and ranks > 1]
+    others = [role for role in roles_of(config) if role not in (*engines, "rewards")]
     left = num_gpus - ranks * len(engines)
     if max(gpus_of_nodes) < ranks or left < 1:
         raise ValueError(
@@ -98,13 +102,9 @@ class Cluster:
     """Ray, and the actors of one run. Unless the run joins a cluster, its Ray is private and serves this run alone."""
 
     def __init__(self, config: RunConfig, logs: Path, resume: str = "--resume"):
-        """Start or join Ray, and place the roles. resume: the arguments that continue the run, for messages.
-
-        Raises RunFailure when no cluster answers at cluster.address, or when the cluster cannot place all roles.
-        """
+        """Start or join Ray, and place the roles; raises RunFailure if either fails. resume: arguments that continue the run."""
         self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
-        self._actors: dict[str, tuple[Any, str]] = {}
-        """Each actor and its log file, by the actor's id."""
+        self._actors: dict[str, tuple[Any, str]] = {}  # each actor and its log file, by the actor's id
         self._answered: set[str] = set()
         with ExitStack() as stack:
             self.scratch = stack.enter_context(scratch_folder(config.name))
@@ -117,58 +117,55 @@ class Cluster:
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
             gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
             self.device, self.gpus = place(config, gpus)
-            self._group, self._places = reserve(config, self.gpus)
+            self._group, self.node_of = reserve(config, self.gpus)
             self._stack = stack.pop_all()
-        self.node_of = {role: node for role, (_, node) in self._places.items()}
-        """Id of the node of each role."""
-        self.local_node: str = self._ray.get_runtime_context().get_node_id()
+
+    @property
+    def local_node(self) -> str:
         """Id of the node that the controller runs on."""
+        return self._ray.get_runtime_context().get_node_id()
 
     def start(self, actor_class: type, role: str, environment: dict[str, str], **options: Any) -> Any:
         """Start the actor actor_class(log_file); its process writes into logs/ROLE.log.
 
-        It is never restarted and no call is repeated, since a training step must not be made twice.
+        It is never restarted and no call is repeated, which are Ray's defaults, since a training step must not be made twice.
         """
-        log_file = str((self._logs / f"{role}.log").resolve())
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        index, _ = self._places[role]
-        own: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}  # a role's bundle has a CPU
-        own |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
-        own |= {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)} | options
-        return self._remember(self._ray.remote(actor_class).options(**own).remote(log_file), log_file)
+        log_file, index = str((self._logs / f"{role}.log").resolve()), [*self.node_of].index(role)
+        options |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
+        place = PlacementGroupSchedulingStrategy(self._group, index)
+        return self._start(actor_class, (log_file,), log_file, scheduling_strategy=place, **options)
 
     def start_agent(self, agent_class: type, node: str, *args: Any) -> Any:
         """Start the actor agent_class(*args) on a node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        place = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = self._ray.remote(agent_class).options(num_cpus=0, scheduling_strategy=place).remote(*args)
-        return self._remember(actor, f"Ray's logs of {self.node_name(node)}")
+        place, log = NodeAffinitySchedulingStrategy(node, soft=False), f"Ray's logs of {self.node_name(node)}"
+        return self._start(agent_class, args, log, scheduling_strategy=place)
+
+    def _start(self, actor_class: type, args: tuple[Any, ...], log: str, **options: Any) -> Any:
+        """Start an actor without a CPU of its own, since the bundle of a role has one. log: where messages say to look."""
+        actor = self._ray.remote(actor_class).options(num_cpus=0, **options).remote(*args)
+        self._actors[actor._actor_id.hex()] = actor, log
+        return actor
 
     def node_name(self, node: str) -> str:
-        """Return the name of a node for messages: its address, and its short id too if two nodes share the address."""
-        known = {row["NodeID"]: row["NodeManagerAddress"] for row in self._ray.nodes()}
-        address = known.get(node, "a lost node")
-        return f"{address} ({node[:8]})" if list(known.values()).count(address) > 1 else address
+        """Return the name of a node for messages: its address and its short id."""
+        return f"{self.node_address(node)} ({node[:8]})"
 
     def node_address(self, node: str) -> str:
         """Return the address at which processes on other nodes reach those on a node."""
-        return next(row["NodeManagerAddress"] for row in self._ray.nodes() if row["NodeID"] == node)
+        return next((row["NodeManagerAddress"] for row in self._ray.nodes() if row["NodeID"] == node), "a lost node")
 
     def _log_of_ray(self, data: dict[str, Any], ignore_prefix: bool) -> None:
         with (self._logs / "ray.log").open("a") as log:
             log.write("\n".join([*data["lines"], ""]))
 
-    def _remember(self, actor: Any, log: str) -> Any:
-        self._actors[actor._actor_id.hex()] = actor, log
-        return actor
-
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
         """Wait for results of actors. An actor's exception is raised as its own type. seconds: None for cluster.hang_after_s.
 
-        Raises RunFailure naming role, cause and log file, at once if the role's process has died, or when it has not answered in
-        time.
+        Raises RunFailure naming role, cause and log file when a role's process has died or has not answered in time.
         """
         actors = {_actor_of(reference) for reference in references}
         timeout = seconds or self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
@@ -191,10 +188,8 @@ class Cluster:
 
     def _died(self, actors: Collection[str], error: Any) -> RunFailure:
         """Return the failure of actors that, as Ray reports, do not answer any more. The error may name the one that died."""
-        from cotrain.process.deaths import in_words
-
-        known = {actor for actor in self._actors if actor == getattr(error, "actor_id", None)}
-        return self._failure(known or actors, in_words(error))
+        dead = getattr(error, "actor_id", None)
+        return self._failure([dead] if dead in self._actors else actors, cause_of_death(error))
 
     def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
         """Wait `timeout` seconds at most for a result. Return the first reference that has one in a list, which may be empty."""
@@ -224,29 +219,26 @@ class Cluster:
 
 
 def start_ray(address: str | None, stack: ExitStack) -> Any:
-    """Join the cluster at this address, or start a private Ray. Closing the stack ends it. Returns the module.
-
-    Raises RunFailure when no cluster answers there.
-    """
+    """Join the cluster at this address, or start a private Ray, until the stack closes. Raises RunFailure if no cluster answers."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    private: dict[str, Any] = {}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
     if not address:
         # Without a token in the environment, Ray writes one for all of the user's runs into the home folder.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Where Ray offers no clusters, its processes listen on loopback; _node_ip_address="127.0.0.1" would not do that.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        private = {"include_dashboard": False, "num_cpus": 64}  # the roles take turns on the cores
         temporary = tempfile.gettempdir()
         base = Path(temporary if len(temporary.encode()) <= LONGEST_TMPDIR else "/tmp")
-        private["_temp_dir"] = str(stack.enter_context(scratch_folder("ray", base)))
-        private |= {"object_store_memory": OBJECT_STORE_BYTES}
+        # The roles take turns on the cores, so there may be more of them than cores.
+        options |= {"include_dashboard": False, "num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES}
+        options["_temp_dir"] = str(stack.enter_context(scratch_folder("ray", base)))
     import ray
 
-    others = set(descendants())
+    others = descendants()
 
     def shut_down() -> None:
-        started = set(descendants()) - others
+        started = descendants() - others
         ray.shutdown()
         end(started)
 
@@ -256,8 +248,7 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
         if address and address != "auto":  # Ray itself would retry for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        ray.init(address=address or "local", **options, **private)
+        ray.init(address=address or "local", **options)
     except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
         if not address:
             raise
@@ -271,3 +262,27 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
 def _actor_of(reference: Any) -> str:
     """Return the id of the actor that a reference waits for."""
     return reference.task_id().actor_id().hex()
+
+
+def cause_of_death(error: Any) -> str:
+    """Return in one line why a process does not answer, with the remedy where there is one. error: one of Ray's, of any class."""
+    from ray import exceptions
+
+    text = str(error).strip()
+    lines = text.splitlines() or [type(error).__name__]
+    if isinstance(error, exceptions.OutOfMemoryError):
+        used = re.search(r"was (\S+ used / \S+) limit", text)
+        return f"Ray ended its process because its node ran out of memory{f' ({used[1]})' if used else ''}: {MEMORY}"
+    if isinstance(error, exceptions.RayActorError) and error.actor_init_failed:
+        return f"its process could not start: {lines[-1]}"
+    if isinstance(error, exceptions.NodeDiedError | exceptions.LocalRayletDiedError) or NODE_GONE.search(text):
+        return "its node is gone: switched off, out of memory, or cut off from the network"
+    if isinstance(error, exceptions.ActorUnavailableError):
+        return "its process cannot be reached: the connection to its node is broken, or the node is overloaded"
+    if isinstance(error, exceptions.RayActorError | exceptions.WorkerCrashedError):
+        return "its process has died: killed from outside, or out of memory"
+    if isinstance(error, exceptions.ObjectLostError):
+        return "its answer is lost, with the process or the node that held it"
+    if isinstance(error, exceptions.RayTaskError):
+        return lines[-1]
+    return f"Ray reports {type(error).__name__}: {lines[0]}"

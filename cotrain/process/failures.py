@@ -1,7 +1,4 @@
-"""Errors that end a run and say in words what failed, where to look and how to continue.
-
-The command line prints them without a traceback. They are pickled between processes, so each is made from its message alone.
-"""
+"""Errors that end a run, printed without a traceback. They are pickled, so each is made from its message alone."""
 
 
 class RunFailure(RuntimeError):

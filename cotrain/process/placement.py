@@ -8,7 +8,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
 
 PLACEMENT_SECONDS = 60.0
-"""Free resources are found at once. Nodes that a cluster starts on demand may take longer: the run is then started again."""
+"""Free resources are reserved at once. Nodes that a cluster starts on demand may take longer: the run is then started again."""
 
 
 def roles_of(config: RunConfig) -> list[str]:
@@ -44,18 +44,10 @@ def nodes_for(
     return chosen
 
 
-def places_of(roles: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """Return (bundle index, node) of each role, given the node of each bundle. Learner ranks on one node are consecutive."""
-    places = {role: (index, nodes[index]) for index, role in enumerate(roles)}
-    ranks = [role for role in roles if role.startswith("policy")]
-    in_order = sorted((places[role] for role in ranks), key=lambda place: (nodes.index(place[1]), place[0]))
-    return places | dict(zip(ranks, in_order, strict=True))
+def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, str]]:
+    """Reserve a place for each role. Returns Ray's placement group, with a bundle for each role, and the node of each role.
 
-
-def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, tuple[int, str]]]:
-    """Reserve a place for each role. Returns Ray's placement group, and (bundle index, node) of each role.
-
-    gpus: GPUs of each role; a role that is not named needs none. Raises RunFailure, with what was asked for and what each
+    gpus: GPUs of each role; a role that is not named needs none. Raises RunFailure, with what each role needs and what each
     node has free, when the cluster cannot place all roles.
     """
     import ray
@@ -68,17 +60,17 @@ def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, t
     labels = [{"ray.io/node-id": node} for node in nodes] if nodes else None
     group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
     if not group.wait(PLACEMENT_SECONDS):
-        asked = ", ".join(f"{role} {_in_words(bundle)}" for role, bundle in zip(roles, bundles, strict=True))
+        needed = ", ".join(f"{role} {_in_words(bundle)}" for role, bundle in zip(roles, bundles, strict=True))
         ray.util.remove_placement_group(group)
         left, alive = available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
         nothing = {"CPU": 0.0, "GPU": 0.0}
         free = (f"{n['NodeManagerAddress']} {_in_words(nothing | left.get(n['NodeID'], {}))}" for n in alive)
         raise RunFailure(
-            f"the cluster cannot place all roles at once. Asked for: {asked}. Free: {'; '.join(free)}. "
+            f"the cluster cannot place all roles at once. Needed: {needed}. Free: {'; '.join(free)}. "
             "Add nodes, end what else runs there, or lower rollout.num_engines or policy.num_processes"
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    return group, places_of(roles, [node_of[index] for index in range(len(roles))])
+    return group, {role: node_of[index] for index, role in enumerate(roles)}
 
 
 def _in_words(resources: dict[str, float]) -> str:

@@ -8,26 +8,21 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK_NAME = ".owner"
 PREFIX = "cotrain-"
 SHARED_MEMORY = Path("/dev/shm")
-MOST_NAME = 24
-"""Characters of a name in that of a folder, because the path of a socket may have 107 bytes."""
+MOST_NAME = 24  # characters of a name in that of a folder, because the path of a socket may have 107 bytes
 
-_own: set[Path] = set()
-"""Folders of this process."""
+_own: set[Path] = set()  # folders of this process
 
 
 @contextmanager
 def scratch_folder(name: str, base: Path | None = None) -> Iterator[Path]:
-    """A fresh folder in `base`, removed at the end. Leftovers of processes that are gone are removed first.
-
-    base: by default shared memory. Raises OSError when neither that nor the temporary folder can be written.
-    """
+    """A fresh folder in `base` (shared memory), removed at the end. Leftovers of processes that are gone are removed first."""
     if base is None:
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for lock_file in base.glob(f"{PREFIX}*/{LOCK_NAME}"):
@@ -45,18 +40,6 @@ def scratch_folder(name: str, base: Path | None = None) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             _own.discard(folder)
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables until the end."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def remove_scratch_folders() -> None:

@@ -6,13 +6,13 @@ import signal
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+import psutil
 
 from cotrain.process.children import handling
 from cotrain.process.scratch import SHARED_MEMORY, remove_scratch_folders
 
-INTERRUPTED = 130
-"""Exit status."""
+INTERRUPTED = 130  # exit status
 POLITE_SECONDS = 3.0
 """After this time, a stop no longer waits for what it has interrupted. Python drops an exception that a signal raises in a callback,
 and one that is raised inside an import can leave a lock behind."""
@@ -28,8 +28,8 @@ def stop_at_once() -> Iterator[None]:
     asyncio would only cancel its task, which waits for calls that do not await anything, such as the start of an engine; and
     vLLM drops a KeyboardInterrupt in that start, so the body gets a SystemExit.
     """
-    asked, ended = threading.Event(), threading.Event()
-    others, started = set(descendants()), set[int]()
+    stops, ended = threading.Event(), threading.Event()
+    others, started = descendants(), set[int]()
 
     def leave_unless_ended() -> None:
         if not ended.wait(POLITE_SECONDS):
@@ -38,7 +38,7 @@ def stop_at_once() -> Iterator[None]:
             os._exit(INTERRUPTED)
 
     def handle(signum: int, frame: object) -> None:
-        asked.set()
+        stops.set()
         started.update(descendants())
         threading.Thread(target=leave_unless_ended, daemon=True).start()
         raise SystemExit(INTERRUPTED)
@@ -47,7 +47,7 @@ def stop_at_once() -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if not asked.is_set():
+            if not stops.is_set():
                 raise
             end(started.union(descendants()) - others)
             raise KeyboardInterrupt from None  # Ray makes another SystemExit of it, and a call may fail for what has ended
@@ -72,14 +72,6 @@ def remove_files_of(processes: Collection[int]) -> None:
                 file.unlink()
 
 
-def descendants() -> list[int]:
+def descendants() -> set[int]:
     """Return the processes that this one has started, and those that they have started."""
-    children: dict[int, list[int]] = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended
-            parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(entry))
-    found = children.get(os.getpid(), [])
-    for child in found:  # grows while it is read
-        found += children.get(child, [])
-    return found
+    return {process.pid for process in psutil.Process().children(recursive=True)}

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -30,42 +30,38 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 10
 MIB, FINGERPRINT_MIB = 2**20, 1024
-FREE_BELOW = (
-    "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.micro_batch_tokens", "policy.num_processes",
+FREE = (
+    "steps", "checkpoint.*", "tracking.*", "cluster.*", "lossless.*", "policy.micro_batch_tokens", "policy.num_processes",
     "policy.sharding", "policy.weight_transfer", "rollout.max_prompt_tokens", "stream.reward_timeout_s", "task.skip_bad_rows",
+    "drafter.alarms.*", "drafter.on_drafter_failure",
 )  # fmt: skip
-"""A resume may change these besides FREE_FIELDS: they decide when a run stops or where it computes, but not what. Which rows
-fit and are left out is part of the task's fingerprint."""
+"""A resume may change these and FREE_FIELDS: they decide when a run stops or where it computes, but not what. Which rows fit
+and are left out is part of the task's fingerprint."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The contents of state.json: where the run stands after `step`, besides what the learners save themselves."""
+    """The contents of state.json: the state of a run after `step`, besides what the learners save themselves."""
 
     step: int
     versions: Versions
-    task_position: Any
-    """Policy heads of a sidecar; None for a run, whose prompts follow from the step."""
     config: dict[str, Any]
     """The configuration, as model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]
     """Digests of the policy's and the tokenizer's files, from model_fingerprints(), and of a run's task."""
-    seconds: float = 0.0
-    """Duration of all steps so far."""
-    lossless: dict[str, Any] | None = None
-    """LosslessMonitor.state()."""
-    drafting: dict[str, Any] | None = None
-    """Publisher.state(); None without a drafter."""
-    stream: dict[str, Any] | None = None
-    """Producer.state(); only a run has one."""
+    seconds: float = 0.0  # duration of all steps so far
+    lossless: dict[str, Any] | None = None  # LosslessMonitor.state()
+    drafting: dict[str, Any] | None = None  # Publisher.state(); None without a drafter
+    stream: dict[str, Any] | None = None  # Producer.state(); only a run has one
+    heads: dict[str, int] = field(default_factory=dict)
+    """Policy version of each embedding and head that a sidecar knows, by digest."""
 
 
 @contextmanager
 def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, trial: bool = False) -> Iterator[Path]:
     """Yield the folder for the learners to save into; on leaving, make it the newest checkpoint and delete old ones.
 
-    trial: delete the folder instead, once it has been written and its state read back. On any error the temporary folder is
-    removed. Raises OSError naming the fix when the disk is full.
+    trial: delete the folder instead, once its state is read back. Raises OSError naming the fix when the disk is full.
     """
     final = run_dir.checkpoint(state.step)
     folder = run_dir.checkpoints / f".tmp_{final.name}"
@@ -82,8 +78,7 @@ def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, trial: bool
         flush(folder)
         if trial:
             load_state(folder)
-            shutil.rmtree(folder)
-            return
+            return shutil.rmtree(folder)
         os.replace(folder, final)
         flush(run_dir.checkpoints)
     except BaseException as error:
@@ -140,15 +135,12 @@ def load_state(folder: Path) -> RunState:
 
 
 def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str]) -> RunState:
-    """Return where a run continues: after its newest complete checkpoint, or at its start. Deletes what it will write again.
-
-    Raises ValueError as `check_resume` does.
-    """
+    """Return where a run continues, and delete what it will write again. Raises ValueError as `check_resume` does."""
     folder = latest_checkpoint(run_dir)
-    first = RunState(0, Versions(0, 0), None, config.model_dump(mode="json"), fingerprints)
-    state = load_state(folder) if folder else first
     if folder is None and run_dir.resumed:
         log.warning("%s has no checkpoint that can be used: it begins again with its first step", run_dir.path)
+    first = RunState(0, Versions(0, 0), config.model_dump(mode="json"), fingerprints)
+    state = load_state(folder) if folder else first
     check_resume(config, fingerprints, state)
     discard_newer(run_dir, state.step, state.versions.drafter)
     return state
@@ -156,16 +148,13 @@ def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str])
 
 def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:
     """Before a resume from `step`, delete what the replayed steps write again, and leftovers of a killed save."""
-    newer = [
-        *run_dir.checkpoints.glob(".tmp_*"),
-        *(path for path in run_dir.checkpoints.glob("step_*") if path > run_dir.checkpoint(step)),
-        *(path for path in run_dir.drafters.glob("v*") if path > run_dir.drafter(drafter_version)),
-    ]
-    for folder in newer:
+    for folder in run_dir.checkpoints.glob(".tmp_*"):
         shutil.rmtree(folder)
-    for file in run_dir.samples.glob("step_*.jsonl"):
-        if file > run_dir.samples_file(step):
-            file.unlink()
+    last = run_dir.checkpoint(step), run_dir.drafter(drafter_version), run_dir.samples_file(step)
+    for newest, pattern in zip(last, ("step_*", "v*", "step_*.jsonl"), strict=True):
+        for path in newest.parent.glob(pattern):
+            if path > newest:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def model_fingerprints(model_folder: Path) -> dict[str, str]:
@@ -194,7 +183,7 @@ def model_fingerprints(model_folder: Path) -> dict[str, str]:
 def check_resume(config: Section, fingerprints: dict[str, str], saved: RunState) -> None:
     """Raise ValueError when `config` would not continue the saved run; every changed field is listed."""
     old, new = flatten(saved.config), flatten(config.model_dump(mode="json"))
-    free = (*FREE_BELOW, *(f"{field}." for field in FREE_FIELDS))
+    free = (*(name.removesuffix("*") for name in FREE), *(f"{field}." for field in FREE_FIELDS))
     changed = [
         f"  {field}: {old.get(field, '(not set)')!r} -> {new.get(field, '(not set)')!r}"
         for field in sorted(old.keys() | new.keys())
@@ -207,10 +196,10 @@ def check_resume(config: Section, fingerprints: dict[str, str], saved: RunState)
     ]
     if changed:
         raise ValueError(
-            "--resume: the run was started with other settings:\n" + "\n".join(changed) + "\nOnly steps, "
-            "checkpoint.*, tracking.*, cluster.*, lossless.*, policy.micro_batch_tokens, policy.num_processes, "
-            "policy.sharding, policy.weight_transfer, rollout.max_prompt_tokens, stream.reward_timeout_s, task.skip_bad_rows, drafter.alarms.* and "
-            "drafter.on_drafter_failure may change; for anything else start a new run with name=..."
+            "--resume: the run was started with other settings:\n"
+            + "\n".join(changed)
+            + f"\nOnly {', '.join(FREE[:-1])} "
+            f"and {FREE[-1]} may change; for anything else start a new run with name=..."
         )
 
 

@@ -1,26 +1,20 @@
-"""The console output of a run: what is running, and one line per step.
-
-Numbers come from the rows of metrics.jsonl; missing ones are left out. Only a terminal shows the phases of a step.
-"""
+"""The console output of a run: what is running, and one line per step, with the numbers that its row of metrics.jsonl has."""
 
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from textwrap import fill
-from typing import Any, TextIO
+from textwrap import TextWrapper
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 
 from cotrain.records import Versions
 
 Metrics = Mapping[str, float | None]
+WIDTH = 120  # characters of a line of the console, apart from single words that are longer
 
-WIDTH = 120
-"""Characters of a line of the console, apart from single words that are longer."""
-
-ETA_WINDOW = 10
-"""Number of recent steps from which the time left is estimated; the first ones are slower."""
+ETA_WINDOW = 10  # number of recent steps from which the time left is estimated; the first ones are slower
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("time/step_s", "{:.1f}s"),
@@ -28,7 +22,6 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("lag", "lag {:.1f}"),
     ("rollout/response_length", "len {:.0f}"),
     ("rollout/acceptance_length", "accept {:.2f}"),
-    ("drafter_alone", "drafter {:.2f}"),
     ("rollout/expected_acceptance_length", "(exp {:.2f})"),
     ("no_drafts", "no drafts (exp {:.2f} if drafted)"),
     ("draft_length", "k {:.2g}"),
@@ -63,15 +56,20 @@ class Console:
     def step(
         self, step: int, steps: int | None, metrics: Metrics, versions: Versions, notes: Sequence[str] = ()
     ) -> None:
-        """Print the step line. steps: None for rounds without a planned end. notes: texts to append, or to put below where they
-        make the line longer than WIDTH; empty ones are left out."""
+        """Print the step line. steps: None without a planned end. notes: texts to append, or below if the line gets too long."""
         if (seconds := metrics.get("time/step_s")) is not None:
             self._step_seconds.append(seconds)
-        lines, eta = [step_line(step, steps, metrics, versions)], ""
+        eta = idle = ""
         if steps is not None and self._step_seconds and step < steps:
             left = (steps - step) * sum(self._step_seconds) / len(self._step_seconds)
             eta = f"eta {duration(left, decimals=0)}"
-        for note in filter(None, [eta, idle_shares(metrics), *notes]):
+        if "time/wait_for_rollouts_s" in metrics:  # generation runs ahead of learning
+            shares = sorted(
+                (name.removeprefix("idle/")[0], metrics[name]) for name in metrics if name.startswith("idle/")
+            )
+            idle = " ".join(["idle", *(f"{role}{share:.0%}" for role, share in shares)])
+        lines = [step_line(step, steps, metrics, versions)]
+        for note in filter(None, [eta, idle, *notes]):
             fits = len(lines[-1]) + len(note) + 2 <= WIDTH
             lines[-1:] = [f"{lines[-1]}  {note}"] if fits else [lines[-1], f"  {note}"]
         self.say("\n".join(lines))
@@ -84,8 +82,6 @@ def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions
         shown["draft_length"] = (metrics.get("rollout/drafted_tokens") or 0) / drafts
     else:
         shown["no_drafts"] = metrics.get("rollout/expected_acceptance_length_longest")
-    if "history/tokens" in metrics:
-        shown["drafter_alone"] = metrics.get("rollout/acceptance_length_serving")
     if "time/wait_for_rollouts_s" in metrics:  # generation runs ahead of learning
         shown["lag"] = metrics.get("stream/lag_mean")
     if not round(metrics.get("policy/kl") or 0, 3):
@@ -95,24 +91,12 @@ def step_line(step: int, steps: int | None, metrics: Metrics, versions: Versions
     return "  ".join([position, *parts, f"p{versions.policy} d{versions.drafter}"]).replace("  (", " (")
 
 
-def idle_shares(metrics: Metrics) -> str:
-    """Return which share of the step each role was idle, where generation runs ahead of learning."""
-    if "time/wait_for_rollouts_s" not in metrics:
-        return ""
-    idle = {role.removeprefix("idle/"): share for role, share in metrics.items() if role.startswith("idle/")}
-    shares = [f"{role[0]}{share:.0%}" for role, share in sorted(idle.items()) if share is not None]
-    return f"idle {' '.join(shares)}"
-
-
 def aligned(lines: Mapping[str, str], wraps: bool = False) -> str:
-    """Return one line per label, with the texts aligned. An empty label with an empty text gives a blank line.
-
-    wraps: break texts at WIDTH. Commands stay whole, so that they can be copied.
-    """
+    """Return one line per label, with the texts aligned. wraps: break them at WIDTH; commands should stay whole to be copied."""
     width = max(map(len, lines))
-    rows = (f"  {label:<{width}}  {text}".rstrip() for label, text in lines.items())
-    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(fill(row, WIDTH, subsequent_indent=" " * (width + 4), **whole) if wraps else row for row in rows)
+    rows = [f"  {label:<{width}}  {text}".rstrip() for label, text in lines.items()]
+    wrapper = TextWrapper(WIDTH, subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, rows) if wraps else rows)
 
 
 def duration(seconds: float, decimals: int = 1) -> str:

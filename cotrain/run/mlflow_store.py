@@ -1,18 +1,14 @@
-"""The MLflow store that a run records into: its URI, a check that it can be used, and a client.
-
-MLflow takes 2 s to import, so only `connect` imports it.
-"""
+"""The MLflow store that a run records into. MLflow takes 2 s to import, so only `connect` imports it."""
 
 import logging
 import os
 import re
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from cotrain.config.schema import RunConfig, default_run_root
@@ -24,8 +20,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SQLITE = "sqlite:///"
-URI_VARIABLE = "MLFLOW_TRACKING_URI"
-"""Environment variable with the store of runs and commands that name none."""
+URI_VARIABLE = "MLFLOW_TRACKING_URI"  # environment variable with the store of runs and commands that name none
 EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 """Environment variable with the experiment of runs; `cotrain ablate` sets it to the study's name unless it is set."""
 HEALTH_TIMEOUT_S = 5.0
@@ -43,33 +38,37 @@ def default_uri(run_root: Path | None = None) -> str:
 
 
 def absolute_uri(uri: str) -> str:
-    """Return the URI such that it finds the same store from any working directory."""
-    database, (_, mark, options) = sqlite_file(uri), uri.partition("?")
-    return uri if database is None else sqlite_uri(database.resolve()) + mark + options
+    """Return the URI such that it means the same store in any working directory."""
+    database = sqlite_file(uri)
+    return sqlite_uri(database.resolve()) if database else uri
 
 
 def sqlite_uri(database: Path) -> str:
-    """Return the URI of an sqlite file. SQLAlchemy takes what follows a question mark as options, and decodes percent signs."""
-    return SQLITE + str(database).replace("%", "%25").replace("?", "%3F")
+    """Return the URI of an sqlite file."""
+    return f"{SQLITE}{database}"
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The database file of a sqlite URI; None for a server."""
-    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])) if uri.startswith(SQLITE) else None
+    """Return the database file of a sqlite URI; None for a server."""
+    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
 
 
 def uri_argument(uri: str) -> str:
-    """The option that points `cotrain ui` and `cotrain drafters` at this store; empty for the default one."""
+    """Return the option that points `cotrain ui` and `cotrain drafters` at this store; empty for the default one."""
     return "" if uri == absolute_uri(default_uri()) else f" --uri {shlex.quote(uri)}"
 
 
 def check_uri(uri: str) -> None:
     """Raise ValueError naming tracking.uri or the variable unless it is a writable database, or a server that answers."""
-    field = _named_by(uri)
-    if database := sqlite_file(uri):
-        if not can_write(database):
-            raise ValueError(f"{field}: {database} cannot be written; set tracking.uri or run_root elsewhere")
-    elif uri.startswith(("http://", "https://")):
+    variable, database = os.environ.get(URI_VARIABLE), sqlite_file(uri)
+    field = URI_VARIABLE if variable and absolute_uri(variable) == uri else "tracking.uri"
+    if database and not can_write(database):
+        raise ValueError(f"{field}: {database} cannot be written; set tracking.uri or run_root elsewhere")
+    if database and {"%", "?"} & set(uri):  # SQLAlchemy would decode what follows
+        raise ValueError(
+            f"{field}: MLflow cannot use a path with % or ? ({database}); set tracking.uri or run_root elsewhere"
+        )
+    if uri.startswith(("http://", "https://")):
         try:
             urlopen(f"{uri.rstrip('/')}/health", timeout=HEALTH_TIMEOUT_S).close()
         except OSError as error:
@@ -83,17 +82,11 @@ def check_uri(uri: str) -> None:
         raise ValueError(f"{field}: {uri!r} is neither http(s):// nor a database such as sqlite:///PATH.db")
 
 
-def _named_by(uri: str) -> str:
-    """Say what a user has to change if this store cannot be used."""
-    variable = os.environ.get(URI_VARIABLE)
-    return URI_VARIABLE if variable and absolute_uri(variable) == uri else "tracking.uri"
-
-
 def connect(uri: str) -> "MlflowClient":
     """Return a client of a store that answers. Creating an sqlite file takes seconds. Raises ValueError as check_uri does."""
     check_uri(uri)
-    given = os.environ.get(URI_VARIABLE)
-    if database := sqlite_file(uri):
+    database, before = sqlite_file(uri), os.environ.get(URI_VARIABLE)
+    if database:
         database.parent.mkdir(parents=True, exist_ok=True)
     import mlflow
 
@@ -105,28 +98,15 @@ def connect(uri: str) -> "MlflowClient":
     mlflow.set_tracking_uri(uri)
     # MLflow has changed the variable too, but processes that this one starts may have other stores.
     os.environ.pop(URI_VARIABLE, None)
-    os.environ.update({URI_VARIABLE: given} if given else {})
+    os.environ.update({URI_VARIABLE: before} if before else {})
     try:
         if database and not database.exists():
             _create(database)
         client = mlflow.MlflowClient(uri, uri)
         client.search_experiments(max_results=1)
     except mlflow.MlflowException as error:
-        raise ValueError(f"{_named_by(uri)}: {uri} cannot be used: {in_short(error)}") from error
-    if database and "%" in uri:  # opening its two stores, MLflow makes an empty folder of the path as the URI writes it
-        client.search_registered_models(max_results=1)
-        with suppress(OSError):
-            os.removedirs(Path(uri.removeprefix(SQLITE)).parent)
+        raise ValueError(f"tracking.uri or {URI_VARIABLE}: {uri} cannot be used: {in_short(error)}") from error
     return client
-
-
-def all_pages(search: Callable[..., Any], **criteria: Any) -> list[Any]:
-    """Return all rows of an MLflow search, which gives them page by page."""
-    rows, token = list[Any](), None
-    while token != "":
-        page = search(page_token=token, **criteria)
-        rows, token = [*rows, *page], page.token or ""
-    return rows
 
 
 def _create(database: Path) -> None:
@@ -144,10 +124,7 @@ def _create(database: Path) -> None:
 
 
 def experiment_id(client: "MlflowClient", uri: str) -> str:
-    """Return the id of the experiment `cotrain`, or MLFLOW_EXPERIMENT_NAME; create it if it does not exist.
-
-    Raises ValueError when it was deleted.
-    """
+    """Return the id of the experiment `cotrain`, or MLFLOW_EXPERIMENT_NAME, or create it. Raises ValueError if it was deleted."""
     name = os.environ.get(EXPERIMENT_VARIABLE, "cotrain")
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
@@ -167,5 +144,6 @@ def in_short(error: Exception) -> str:
     status = error.get_http_status_code() if hasattr(error, "get_http_status_code") else None
     if status in (401, 403):
         return f"{text}; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    place = getattr(error, "filename", None)
-    return f"{text}; restore it in MLflow" if status == 404 else f"{text}; see to {place}" if place else text
+    if status == 404:
+        return f"{text}; restore it in MLflow"
+    return f"{text}; see to {error.filename}" if isinstance(error, OSError) and error.filename else text

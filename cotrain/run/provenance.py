@@ -31,22 +31,20 @@ def write_provenance(run_dir: RunDir) -> None:
     """Add this attempt to provenance.json and put uncommitted changes into its logs as code.diff."""
     attempts = json.loads(run_dir.provenance.read_text())["attempts"] if run_dir.provenance.exists() else []
     git, diff = git_state(Path(__file__).parent)
-    attempt = {
-        "argv": [Path(sys.argv[0]).name, *(argument.replace(str(Path.home()), "~") for argument in sys.argv[1:])],
-        "git": git,
-    }
-    write_json(run_dir.provenance, {"attempts": [*attempts, here_and_now() | attempt]})
+    argv = [Path(sys.argv[0]).name, *(argument.replace(str(Path.home()), "~") for argument in sys.argv[1:])]
+    write_json(run_dir.provenance, {"attempts": [*attempts, here_and_now() | {"argv": argv, "git": git}]})
     if diff:
         (run_dir.logs / "code.diff").write_text(diff)
 
 
 def git_state(package: Path) -> tuple[dict[str, Any] | None, str]:
     """Commit of the checkout that holds `package`, and its diff against it; (None, "") for an installed package."""
+    git = ("git", "-C", str(package))
     # A virtual environment inside somebody else's repository is not a checkout, so ask for a tracked file.
-    if shutil.which("git") is None or not _git(package, "ls-files", "__init__.py"):
+    if not _output(*git, "ls-files", "__init__.py"):
         return None, ""
-    diff = _git(package, "diff", "HEAD")
-    return {"commit": _git(package, "rev-parse", "HEAD").strip(), "dirty": bool(_git(package, "status", "-s"))}, diff
+    dirty = bool(_output(*git, "status", "-s"))
+    return {"commit": _output(*git, "rev-parse", "HEAD").strip(), "dirty": dirty}, _output(*git, "diff", "HEAD")
 
 
 def here_and_now() -> dict[str, Any]:
@@ -66,21 +64,23 @@ def package_versions() -> dict[str, str]:
 def differing_versions(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
     """List the packages whose versions differ between nodes. facts: versions of packages, by node."""
     problems = []
-    for package in dict.fromkeys(package for found in facts.values() for package in found):
-        versions = {name: found.get(package, "missing") for name, found in facts.items()}
+    for package in dict.fromkeys(package for installed in facts.values() for package in installed):
+        versions = {name: installed.get(package, "missing") for name, installed in facts.items()}
         if len(set(versions.values())) > 1:
             problems.append(f"{package} is " + ", ".join(f"{version} on {name}" for name, version in versions.items()))
     return problems
 
 
 def machine() -> dict[str, Any]:
+    """Return what computes here. Asking torch for GPUs would claim memory of theirs in the controller's process."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    query = "--query-gpu=name,memory.total,driver_version"
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": _gpus(),
+        "gpus": _output("nvidia-smi", query, "--format=csv,noheader").splitlines(),
     }
 
 
@@ -101,14 +101,9 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, errors="replace").stdout
-
-
-def _gpus() -> list[str]:
-    # Asking torch.cuda would claim GPU memory in the controller's process.
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    return result.stdout.strip().splitlines() if result.returncode == 0 else []
+def _output(*command: str) -> str:
+    """Return what a command prints; "" if it fails or is not installed."""
+    if shutil.which(command[0]) is None:
+        return ""
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
+    return "" if result.returncode else result.stdout

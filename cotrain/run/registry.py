@@ -1,29 +1,23 @@
-"""Drafter checkpoints in the MLflow model registry: list them, pull one, find the one that a run starts with.
-
-Tracker registers them and moves their aliases.
-"""
+"""Drafter checkpoints in the MLflow model registry, where Tracker registers them: list them, pull one, start a run with one."""
 
 import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
+import mlflow
 import pandas as pd
 from mlflow import MlflowException
-from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 
 from cotrain.models.loading import native_head
-from cotrain.run.checkpoint import file_digest, model_fingerprints
-from cotrain.run.mlflow_store import absolute_uri, all_pages, connect, in_short, sqlite_file
+from cotrain.run.checkpoint import file_digest
+from cotrain.run.mlflow_store import absolute_uri, connect, in_short, sqlite_file
 
 FILES = ("config.json", "model.safetensors")
-DIGEST_TAG, POLICY_TAG = "blake2b.", "policy_fingerprint"
-SHOWN_TAGS = (
-    "policy_version", "drafter_version", "acceptance_length", "num_speculative_tokens", "num_drafts", "run_name"
-)  # fmt: skip
-NATIVE = "native"
-"""What a user calls the MTP head that came with a policy."""
+DIGEST_TAG, EXPECTED_TAG = "blake2b.", "expected_acceptance_length"
+SHOWN_TAGS = ("policy_version", "drafter_version", EXPECTED_TAG, "run_name")
+NATIVE = "native"  # what a user calls the MTP head that came with a policy
 
 
 def list_drafters(uri: str) -> list[ModelVersion]:
@@ -31,13 +25,12 @@ def list_drafters(uri: str) -> list[ModelVersion]:
     database = sqlite_file(uri)
     if database and not database.exists():
         return []
-    client = connect(uri)
-    of_drafters, newest_first = "tags.drafter_version LIKE '%'", ["creation_timestamp DESC"]
-    rows: list[ModelVersion] = all_pages(client.search_model_versions, filter_string=of_drafters, order_by=newest_first)
+    client, newest_first = connect(uri), ["creation_timestamp DESC"]
+    rows = mlflow.search_model_versions(filter_string="tags.drafter_version LIKE '%'", order_by=newest_first)
     # The rows that a search returns have no aliases.
-    aliases = {model.name: model.aliases for model in all_pages(client.search_registered_models, max_results=1000)}
+    aliases = {name: client.get_registered_model(name).aliases for name in {row.name for row in rows}}
     for row in rows:
-        row.aliases = sorted(a for a, version in aliases.get(row.name, {}).items() if str(version) == str(row.version))
+        row.aliases = sorted(a for a, version in aliases[row.name].items() if str(version) == str(row.version))
     return rows
 
 
@@ -54,57 +47,44 @@ def drafter_table(rows: list[ModelVersion], uri: str) -> str:
     return pd.DataFrame(table).to_string(index=False)
 
 
-def pull_drafter(uri: str, spec: str, folder: Path, model: Path | None = None) -> ModelVersion:
+def pull_drafter(uri: str, spec: str, folder: Path) -> ModelVersion:
     """Copy config.json and model.safetensors of NAME, NAME@alias or NAME/version into `folder`, whole or not at all.
 
-    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter, when a file
-    is not the one that was registered, or when an alias names a drafter of another policy than `model`.
+    NAME alone means NAME@serving. Raises ValueError when the folder is not empty, when there is no such drafter, or when a file
+    is not the one that was registered.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty; give a new folder")
-    row = _find(uri, spec)
-    other = model is not None and row.tags.get(POLICY_TAG) not in (None, model_fingerprints(model)["model"])
-    if other and "/" not in spec.removeprefix("models:/"):
-        raise ValueError(
-            f"{spec} is a drafter of another policy, {row.tags['policy']} (run {row.tags['run_name']}); if that is meant, "
-            f"give its version: models:/{row.name}/{row.version}"
-        )
+    name, _, number = spec.removeprefix("models:/").partition("/")
+    name, _, alias = name.partition("@")
+    rows = [row for row in list_drafters(uri) if row.name == name]
+    rows = [row for row in rows if (str(row.version) == number if number else (alias or "serving") in row.aliases)]
+    if not rows:
+        raise ValueError(f"no drafter {spec!r} at {uri}; `cotrain drafters list` shows those that are there")
+    row = rows[0]
     source_uri = f"models:/{row.name}/{row.version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as partial:
         try:
-            source = Path(download_artifacts(artifact_uri=source_uri, dst_path=f"{partial}/drafter", tracking_uri=uri))
+            source = Path(mlflow.artifacts.download_artifacts(source_uri, dst_path=f"{partial}/drafter"))
         except MlflowException as error:
             raise ValueError(f"cannot download {source_uri}: {in_short(error)}") from error
-        for name in FILES:
-            if not (source / name).is_file() or file_digest(source / name) != row.tags[DIGEST_TAG + name]:
-                raise ValueError(f"{name} of {source_uri} is missing or differs from its record; pull another version")
+        for file in FILES:
+            if not (source / file).is_file() or file_digest(source / file) != row.tags.get(DIGEST_TAG + file):
+                raise ValueError(f"{file} of {source_uri} is missing or differs from its record; pull another version")
         os.replace(source, folder)
     return row
 
 
-def _find(uri: str, spec: str) -> ModelVersion:
-    name, _, version = spec.removeprefix("models:/").partition("/")
-    name, _, alias = name.partition("@")
-    for row in list_drafters(uri):
-        if row.name == name and (str(row.version) == version if version else (alias or "serving") in row.aliases):
-            return row
-    raise ValueError(f"no drafter {spec!r} at {uri}; `cotrain drafters list` shows those that are there")
-
-
 def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
-    """Return the folder of the drafter that `spec` names: a folder, a models:/ URI (pulled into `folder`) or "native".
-
-    Raises ValueError when there is none.
-    """
+    """Return the folder that `spec` names: itself, that of a models:/ URI pulled into `folder`, or "native". Raises ValueError."""
     if spec == NATIVE:
-        head = native_head(model)
-        if head is None:
-            raise ValueError(f"{model} came with no MTP head; give a drafter's folder")
-        return head
+        if head := native_head(model):
+            return head
+        raise ValueError(f"{model} came with no MTP head; give a drafter's folder")
     if spec.startswith("models:/"):
         if not folder.exists():  # a resumed run has pulled it
-            pull_drafter(absolute_uri(uri), spec, folder, model)
+            pull_drafter(absolute_uri(uri), spec, folder)
         return folder
     if missing := [name for name in FILES if not (Path(spec) / name).is_file()]:
         raise ValueError(f"{spec} has no {' and no '.join(missing)}; give a drafter checkpoint folder")
@@ -112,10 +92,7 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
 
 
 def first_drafter(uri: str, init: str | None, model: Path, folder: Path) -> Path | None:
-    """Return the folder of the drafter that a run starts with: drafter.init, or else the MTP head that came with the policy.
-
-    None means that the run starts with a new drafter. Raises ValueError naming drafter.init.
-    """
+    """Return the folder of drafter.init, or else of the policy's MTP head; None: a new drafter. Raises ValueError naming it."""
     if init is None:
         return native_head(model)
     try:

@@ -9,12 +9,11 @@ from filelock import FileLock, Timeout
 
 from cotrain.config.schema import default_run_root
 
-FAILURE = "failure.txt"
-"""File beside the logs of an attempt that failed, with the reason."""
+FAILURE = "failure.txt"  # file beside the logs of an attempt that failed, with the reason
 
 
 class RunDir(AbstractContextManager["RunDir"]):
-    """Paths of one run. Holds the run's lock from creation to close(); usable as a context manager."""
+    """Paths of one run, hence an attribute for each file. Holds the run's lock from creation to close()."""
 
     def __init__(self, root: Path, name: str, resumed: bool = True) -> None:
         """Open a folder that exists. Raises ValueError when another process runs it."""

@@ -63,7 +63,7 @@ class DrafterService:
         self._trainer, self._state, self._config = prepared.trainer, prepared.state, prepared.config
         files = prepared.run_dir.metrics, prepared.run_dir.decisions
         self._metrics, self._decisions = (RowFile(file, resumed_step=self._state.step) for file in files)
-        heads = dict(self._state.task_position or {})
+        heads = dict(self._state.heads)
         self._intake = Intake(prepared.spool, self._trainer, self._config.num_speculative_tokens, heads)
         # A host's rollouts may be of any earlier policy.
         self._current = CurrentWeights(self._state.versions, sys.maxsize)
@@ -200,7 +200,7 @@ class DrafterService:
     def _save(self) -> int:
         """Save a checkpoint of everything but the tokens and hidden states of requests. Returns the round."""
         drafting, heads = self._publisher.state(), self._intake.heads
-        state = replace(self._state, versions=self._current.versions, task_position=heads, drafting=drafting)
+        state = replace(self._state, versions=self._current.versions, heads=heads, drafting=drafting)
         with new_checkpoint(self._prepared.run_dir, state, self._config.checkpoint.keep_last) as folder:
             self._trainer.save(folder / "trainer", with_features=False)
         return state.step

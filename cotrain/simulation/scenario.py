@@ -41,7 +41,7 @@ class Scenario:
 
         Prompts go to the engines in turn, with all their responses.
         """
-        steps, engines = self.system.workload.lengths(), self.system.system.engines
+        steps, engines = self.system.workload.groups, self.system.system.engines
         shares = ([*chain(*groups[engine::engines])] for groups in steps for engine in range(engines))
         return np.array([*zip_longest(*shares, fillvalue=0)]).T
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.functional_validators import model_validator
 
@@ -46,38 +45,14 @@ class CellsCost(Section):
 
 
 class WorkloadConfig(Section):
-    """What a step generates. Response lengths are given in `groups`, or drawn from a log-normal distribution."""
+    """What a step generates."""
 
     prompt_tokens: NonNegativeFloat = 200
     """Tokens of a prompt."""
-    responses: PositiveInt = 1024
-    """Responses of a step."""
-    mean_length: PositiveFloat | None = None
-    """Mean tokens of a response before the limit cuts it."""
-    sigma: NonNegativeFloat = 1.0
-    """Standard deviation of the logarithm of a length."""
-    limit: PositiveInt = 32768
-    """Most tokens of a response."""
-    groups: tuple[tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1)], ...], ...] = ()
-    """Tokens of real responses: a list for each step, in it a list for each prompt. They replace the four fields above, and the
-    answer is the mean over these steps."""
-
-    @model_validator(mode="after")
-    def _lengths_in_one_way(self) -> "WorkloadConfig":
-        drawn = sorted({"responses", "mean_length", "sigma", "limit"} & self.model_fields_set)
-        if self.groups and drawn:
-            raise ValueError(f"{', '.join(drawn)} would have no effect beside groups; leave that out")
-        if not self.groups and self.mean_length is None:
-            raise ValueError("give mean_length, or the lengths of real responses as groups")
-        return self
-
-    def lengths(self, seed: int = 0) -> list[list[list[int]]]:
-        """Return the tokens of the responses to each prompt of each step. The seed is for lengths that are drawn."""
-        if self.groups or self.mean_length is None:
-            return [[[*group] for group in step] for step in self.groups]
-        chance = np.random.default_rng(seed).standard_normal((1, self.responses, 1))
-        drawn = np.rint(self.mean_length * np.exp(self.sigma * chance - self.sigma**2 / 2))
-        return drawn.clip(1, self.limit).astype(int).tolist()
+    groups: Annotated[
+        tuple[tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1)], ...], ...], Field(min_length=1)
+    ]
+    """Tokens of the responses: a list for each step, in it a list for each prompt. The answer is the mean over these steps."""
 
 
 class DrafterConfig(Section):
@@ -111,7 +86,7 @@ class System(Section):
     cost: CellsCost
     """Step times: a section [cost] with cells."""
     workload: WorkloadConfig
-    """What a step generates: a section [workload] with mean_length or groups."""
+    """What a step generates: a section [workload] with groups."""
     drafter: DrafterConfig | None = None
 
 

@@ -11,7 +11,7 @@ ANSWER_PHRASE = re.compile(r"\banswer(?:\s+is\b|\**\s*:)", re.IGNORECASE)
 NOTATIONS: tuple[tuple[str, Any], ...] = (
     ("\N{MINUS SIGN}", "-"),
     (r"\{,\}|\\[,!](?=\d)", ","),  # LaTeX's thousands separators
-    (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda found: found[0].replace(",", "")),
+    (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda number: number[0].replace(",", "")),
     (r"\$(?=[\d.])", ""),
     (r"\\[dt]?frac ?(?:\{(\d+)\}|(\d)) ?(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
     (r"(?<=\d) ?/ ?(?=\d)", "/"),
@@ -39,8 +39,8 @@ def extract_number(response: str) -> str:
 
 def _marked_answer(response: str) -> str | None:
     for pattern in (TAGGED, BOXED):
-        if found := pattern.findall(response):
-            return str(found[-1]).strip()
+        if marked := pattern.findall(response):
+            return str(marked[-1]).strip()
     phrases = list(ANSWER_PHRASE.finditer(response))
     if not phrases:
         return None
@@ -49,10 +49,7 @@ def _marked_answer(response: str) -> str | None:
 
 
 def number_in(answer: Any) -> Fraction | None:
-    """Return the value of an answer that is a number, or a text that is wholly one number; None for any other.
-
-    An exponent of four digits makes no number, because its digits might not fit into memory.
-    """
+    """Return the value of an answer that is wholly one number, None for any other and for an exponent of four digits."""
     text = _in_one_notation(str(answer).strip())
     whole, _, part = text.rpartition(" ")  # of a mixed number
     top, _, bottom = part.partition("/")

@@ -21,7 +21,7 @@ Task = ReasoningGymProblems | DatasetProblems
 def build_task(
     config: ReasoningGymTask | DatasetSource, seed: int, model: Path | None = None, max_prompt_tokens: int = 0
 ) -> Task:
-    """Build the task of the [task] table. It is kept for the next call, so that the check of a run and its start build it once.
+    """Build the task of the [task] table. It is cached, so that the check of a run and its start build it once.
 
     model: folder of the policy, with whose tokenizer to check that prompts can be encoded, in max_prompt_tokens at most. Raises
     ValueError naming the field when the task, file, column or reward is not there, or when rows cannot be used.

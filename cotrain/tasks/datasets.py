@@ -8,16 +8,14 @@ from typing import Any
 
 from cotrain.config.schema import DatasetSource, DatasetTask
 from cotrain.records import Prompt
-from cotrain.tasks.messages import chat_messages, split_question
-from cotrain.tasks.prompts import unusable_prompts
+from cotrain.tasks.prompts import chat_messages, encode_prompt, split_question
 from cotrain.tasks.rewards import REWARDS, check_answer
 
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 GSM8K_ANSWER = re.compile(r"(?<!#)####(?!#)([^\n]*)\s*$")
 """The end of GSM8K's solutions, in their last line."""
 
-MOST_LISTED = 10
-"""Bad rows that an error lists; it counts the others."""
+MOST_LISTED = 10  # bad rows that an error lists; it counts the others
 
 
 class DatasetProblems:
@@ -38,7 +36,7 @@ class DatasetProblems:
         if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
             # By its text, 0.1 stays 0.1; Python would make 0.10000000149011612 of it.
             rows = rows.cast_column(answer_column, Value("string")).cast_column(answer_column, Value("float64"))
-        prompts, bad = dict[int, Prompt](), dict[int, str]()
+        self._prompts, bad = list[Prompt](), list[str]()
         for index, row in enumerate(rows.select_columns(list({column, answer_column or column}))):
             try:
                 messages, answer = split_question(row[column])
@@ -47,31 +45,25 @@ class DatasetProblems:
                 if task is not None:
                     check_answer(task.reward, answer)
                     messages = chat_messages(messages, task.instruction, task.system_prompt)
-                prompts[index] = Prompt(f"{Path(config.path).stem}-{index}", messages, answer)
+                prompt = Prompt(f"{Path(config.path).stem}-{index}", messages, answer)
+                if tokenizer is not None:
+                    encode_prompt(tokenizer, prompt, max_prompt_tokens)
+                self._prompts.append(prompt)
             except ValueError as error:
-                bad[index] = str(error)
-        if tokenizer is not None:
-            bad |= unusable_prompts(tokenizer, prompts, max_prompt_tokens)
-        skips = task is None or task.skip_bad_rows
-        self.left_out = _bad_rows(config.path, bad, len(rows), skips and len(prompts.keys() - bad) > 0)
-        self._prompts = [prompt for index, prompt in prompts.items() if index not in bad]
+                bad.append(f"row {index}: {error}")
+        count, skips = f"{len(bad):,} of the {len(rows):,} rows of {config.path}", task is None or task.skip_bad_rows
+        if bad and not (skips and self._prompts):
+            more = [f"and {len(bad) - MOST_LISTED:,} more"] if len(bad) > MOST_LISTED else []
+            fix = "mend or remove them, change the field that a line names, or leave them out with task.skip_bad_rows = true"
+            head = f"task.path: {count} cannot be used:"
+            raise ValueError("\n      ".join([head, *bad[:MOST_LISTED], *more, fix]))
+        self.left_out = f"{count}, such as {bad[0]}" if bad else ""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def prompt(self, index: int) -> Prompt:
         return self._prompts[index]
-
-
-def _bad_rows(path: str, bad: Mapping[int, str], num_rows: int, skips: bool) -> str:
-    """Say what is left out, "" if no row is bad. Raises ValueError listing them unless they are skipped."""
-    count = f"{len(bad):,} of the {num_rows:,} rows of {path}"
-    listed = [f"row {index}: {bad[index]}" for index in sorted(bad)[:MOST_LISTED]]
-    if not bad or skips:
-        return f"{count}, such as {listed[0]}" if bad else ""
-    more = [f"and {len(bad) - MOST_LISTED:,} more"] if len(bad) > MOST_LISTED else []
-    fix = "mend or remove them, change the field that a line names, or leave them out with task.skip_bad_rows = true"
-    raise ValueError("\n      ".join([f"task.path: {count} cannot be used:", *listed, *more, fix]))
 
 
 def load_rows(config: DatasetSource) -> Any:
@@ -85,10 +77,10 @@ def load_rows(config: DatasetSource) -> Any:
         raise ValueError(f"task.path: {config.path} must end in {', '.join(FILE_TYPES)}")
     datasets.disable_progress_bars()
     try:
-        if path.is_file():
-            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=config.split)
         if (path / "dataset_info.json").is_file():
             return datasets.load_from_disk(str(path))
+        if path.is_file():
+            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=config.split)
         if path.is_dir():
             return datasets.load_dataset(str(path), split=config.split)
         owner, name, *configuration = config.path.split("/")
@@ -106,13 +98,13 @@ def is_file_or_folder(path: str) -> bool:
 
 
 def _prompt_column(config: DatasetSource, columns: list[str]) -> str:
-    """Return prompt_column if given, else the first column that a schema names."""
+    """Return prompt_column if it is set, else the first column that a schema names."""
     if media := {"images", "videos"} & set(columns):
         raise ValueError(
             f"task.path: policies read text only, and there is a column {min(media)}; remove it if it is empty"
         )
     names = ["prompt", "messages"] if "reward_model" in columns else ["messages", "prompt", "question"]
-    return _find_column("prompt_column", config.prompt_column, names, columns)
+    return _column("prompt_column", [config.prompt_column] if config.prompt_column else names, columns)
 
 
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
@@ -121,21 +113,18 @@ def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) 
     needed = prompt_column != "messages" and config.reward in REWARDS
     if config.answer_column is None and not needed and not set(names) & set(columns):
         return None
-    return _find_column("answer_column", config.answer_column, names, columns)
+    return _column("answer_column", [config.answer_column] if config.answer_column else names, columns)
 
 
-def _find_column(field: str, given: str | None, names: list[str], columns: list[str]) -> str:
-    wanted = names if given is None else [given]
-    if found := [name for name in wanted if name in columns]:
-        return found[0]
-    raise ValueError(f"task.{field}: no column {' or '.join(wanted)}; name one of those found: {', '.join(columns)}")
+def _column(field: str, names: list[str], columns: list[str]) -> str:
+    for name in names:
+        if name in columns:
+            return name
+    raise ValueError(f"task.{field}: no column {' or '.join(names)}; name one of these: {', '.join(columns)}")
 
 
 def _read_answer(cell: Any) -> Any:
-    """Return the answer in a cell: verl's ground truth, the last line of a solution of GSM8K, or the cell itself.
-
-    Raises ValueError for a text that looks like verl's structure and is not JSON.
-    """
+    """Return verl's ground truth, the end of a solution of GSM8K, or the cell. Raises ValueError if verl's is no JSON."""
     if isinstance(cell, str) and re.match(r"""\s*\{.*['"]ground_truth['"]\s*:""", cell, re.DOTALL):
         try:
             cell = json.loads(cell)
@@ -146,4 +135,4 @@ def _read_answer(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     solution = GSM8K_ANSWER.search(cell)
-    return (cell if solution is None else solution[1]).strip()
+    return (solution[1] if solution else cell).strip()

@@ -1,24 +1,73 @@
-"""Prompts as token ids (template, length limit), which of them a step takes, and samples to read."""
+"""Prompts: chat messages read from a cell of a data set, their token ids, which of them a step takes, and samples to read."""
 
 import json
 import random
+import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cotrain.records import Prompt, ScoredRollout
-from cotrain.tasks.messages import Messages
 
+Messages = list[dict[str, str]]
+
+LIKE_MESSAGES = re.compile(r"""\[?\s*\{.*['"](?:role|content)['"]\s*:.*\}\s*\]?""", re.DOTALL)
+"""A text that is wholly made of messages, as JSON or as Python prints them."""
 SAMPLES_PER_STEP = 4
 
-ENCODED_AT_ONCE = 1000
-"""Prompts of which token ids are held at the same time when all of a data set are counted."""
+
+def chat_messages(question: str | Messages, instruction: str, system_prompt: str) -> Messages:
+    """Return the question as chat messages, with the instruction on a line below it. A system prompt replaces their own."""
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    if instruction:
+        messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n{instruction}"}
+    if not system_prompt:
+        return messages
+    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m["role"] != "system")]
+
+
+def split_question(cell: Any) -> tuple[Messages, str | None]:
+    """Return a cell's messages, and the text of a last one of the assistant or None. Raises ValueError for a bad cell."""
+    messages = read_messages(cell)
+    answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+    if not messages or not messages[-1]["content"].strip():
+        raise ValueError("it has no prompt")
+    return messages, answer
+
+
+def read_messages(cell: Any) -> Messages:
+    """Read a text (one user message), a list of messages, or JSON text of one. Raises ValueError naming the bad message."""
+    if isinstance(cell, str) and LIKE_MESSAGES.fullmatch(cell.strip()):
+        try:
+            cell = json.loads(cell)
+        except ValueError:
+            raise ValueError("its prompt is a text that looks like messages, but is not JSON") from None
+    if isinstance(cell, str):
+        return [{"role": "user", "content": cell}]
+    if not isinstance(cell, list):
+        raise ValueError(f"its prompt is neither a text nor a list of messages, but {reprlib.repr(cell)}")
+    messages: Messages = []
+    for number, message in enumerate(cell):
+        where, fields = f"message {number} of its prompt", message if isinstance(message, dict) else {}
+        role, content = fields.get("role") or None, fields.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+        if not all(isinstance(text, str) for text in (role, *texts)):
+            raise ValueError(f"{where} needs role and content, both of text alone, and is {reprlib.repr(message)}")
+        if fields.get("tool_calls"):
+            raise ValueError(f"{where} has tool calls, which would be lost")
+        messages.append({"role": str(role), "content": "".join(map(str, texts))})
+    return messages
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> list[int]:
-    """Return token ids with the assistant's turn opened. Raises ValueError for a prompt over the limit."""
-    token_ids = apply_template(tokenizer, prompt.messages)
-    if len(token_ids) > max_prompt_tokens:
+    """Return token ids with the assistant's turn opened. Raises ValueError if the template fails or the prompt is too long."""
+    try:
+        token_ids = apply_template(tokenizer, prompt.messages)
+    except Exception as error:  # a template is a program, which may fail in any way
+        raise ValueError(f"the chat template raises {type(error).__name__}: {error}") from error
+    if not 0 < len(token_ids) <= max_prompt_tokens:
         raise ValueError(
             f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}: raise it, "
             "which a resume may do, or leave such prompts out of the task"
@@ -34,26 +83,6 @@ def load_tokenizer(model: Path) -> Any:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # whatever the files hold
         raise ValueError(f"policy.model: the tokenizer in {model} cannot be loaded: {error}") from error
-
-
-def unusable_prompts(tokenizer: Any, prompts: Mapping[int, Prompt], max_prompt_tokens: int) -> dict[int, str]:
-    """Encode many prompts at once. Returns by index what is wrong with those that `encode_prompt` would not encode."""
-    problems, texts = dict[int, str](), dict[int, str]()
-    for index, prompt in prompts.items():
-        try:
-            texts[index] = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program, which may fail in any way
-            problems[index] = f"the chat template raises {type(error).__name__}: {error}"
-    indices = list(texts)
-    for start in range(0, len(indices), ENCODED_AT_ONCE):
-        batch = indices[start : start + ENCODED_AT_ONCE]
-        encoded = tokenizer(
-            [texts[i] for i in batch], add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        for index, token_ids in zip(batch, encoded.input_ids, strict=True):
-            if not 0 < len(token_ids) <= max_prompt_tokens:
-                problems[index] = f"{len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
-    return problems
 
 
 def apply_template(tokenizer: Any, messages: Messages) -> list[int]:

@@ -9,8 +9,7 @@ from typing import Any
 from cotrain.config.schema import ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.answers import extract_answer, extract_number, number_in
-from cotrain.tasks.messages import chat_messages
-from cotrain.tasks.prompts import unusable_prompts
+from cotrain.tasks.prompts import chat_messages, encode_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +23,7 @@ class ReasoningGymProblems:
     left_out = ""
 
     def __init__(self, config: ReasoningGymTask, seed: int, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
-        """tokenizer: also check that the first prompts can be encoded, in max_prompt_tokens at most.
-
-        Raises ValueError naming task.name or task.parameters, with the possible values.
-        """
+        """tokenizer: also check the length of the first prompts. Raises ValueError naming the field and its possible values."""
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
@@ -49,10 +45,8 @@ class ReasoningGymProblems:
                 "beside them)"
             ) from error
         self.prompt(0)
-        if tokenizer is not None:
-            first = {index: self.prompt(index) for index in range(min(NUM_CHECKED, config.size))}
-            for index, problem in unusable_prompts(tokenizer, first, max_prompt_tokens).items():
-                raise ValueError(f"task.parameters: problem {index} of {config.name} cannot be used: {problem}")
+        for index in range(0 if tokenizer is None else min(NUM_CHECKED, config.size)):
+            encode_prompt(tokenizer, self.prompt(index), max_prompt_tokens)
 
     def __len__(self) -> int:
         return self._config.size

@@ -1,4 +1,4 @@
-"""Rewards of dataset tasks: the built-in ones, and a user's function, whose errors are told in terms of the user's own code."""
+"""Rewards of dataset tasks: the built-in ones, and a user's function, whose errors show the user's own lines."""
 
 import inspect
 import math
@@ -8,15 +8,15 @@ import reprlib
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from cotrain.process.failures import TaskFailed
 from cotrain.records import Prompt
 from cotrain.tasks.answers import extract_answer, extract_number, number_in
-from cotrain.tasks.messages import Messages
+from cotrain.tasks.prompts import Messages
 
-Reward = Callable[[Messages, str, Any], float]
-"""(prompt messages, response, answer) -> finite float."""
+Reward = Callable[[Messages, str, Any], float]  # (prompt messages, response, answer) -> finite float
 
 NOT_THE_USERS = ("cotrain", "pipelines", "drafters", "importlib", "pkgutil")
 """Packages whose frames are left out of the traceback of a user's function."""
@@ -27,12 +27,8 @@ shortened.maxstring = shortened.maxother = 400
 
 def exact(prompt: Messages, response: str, answer: Any) -> float:
     """Return 1 if the final answer equals the answer: a number by its value, a text apart from white space and a final full stop."""
-    found = _plain(extract_answer(response))
-    return float(found == _plain(answer)) if isinstance(answer, str) else _same_number(found, answer)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split()).removesuffix(".")
+    final = _plain(extract_answer(response))
+    return float(final == _plain(answer)) if isinstance(answer, str) else _same_number(final, answer)
 
 
 def numeric(prompt: Messages, response: str, answer: Any) -> float:
@@ -40,8 +36,12 @@ def numeric(prompt: Messages, response: str, answer: Any) -> float:
     return _same_number(extract_number(response), answer)
 
 
-def _same_number(found: str, answer: Any) -> float:
-    value = number_in(found)
+def _plain(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".")
+
+
+def _same_number(text: str, answer: Any) -> float:
+    value = number_in(text)
     return float(value is not None and value == number_in(answer))
 
 
@@ -70,11 +70,10 @@ def check_answer(reward: str, answer: Any) -> None:
 
 
 def load_reward(name: str) -> Reward:
-    """Return the reward called name in task.reward: a key of REWARDS, or the dotted path of a user's function.
+    """Return the reward called name in task.reward: a key of REWARDS, or package.module:function of a user.
 
-    The function may be written package.module:function or package.module.function, and its module may lie in the
-    working folder. Raises ValueError naming task.reward when it cannot be imported or called with (prompt, response,
-    answer). What it returns is checked at every call to be a finite number.
+    The module may lie in the working folder. Raises ValueError naming task.reward when the function cannot be imported or called
+    with (prompt, response, answer). What it returns is checked at every call to be a finite number.
     """
     if name in REWARDS:
         return REWARDS[name]
@@ -94,13 +93,10 @@ def load_reward(name: str) -> Reward:
 
     def reward(prompt: Messages, response: str, answer: Any) -> float:
         value = function(prompt, response, answer)
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(f"task.reward: {name} must return a finite number, got {value!r} for {response[:80]!r}")
-        return number
+        with suppress(TypeError, ValueError):
+            if math.isfinite(number := float(value)):
+                return number
+        raise ValueError(f"task.reward: {name} must return a finite number, got {value!r} for {response[:80]!r}")
 
     return reward
 
@@ -115,9 +111,7 @@ def reward_failure(error: BaseException, prompt: Prompt, response: str) -> TaskF
 
 def _users_frames(error: BaseException) -> str:
     """The frames of a traceback as Python prints them, without ours and those of the import."""
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_USERS
-    ]
+    walk = traceback.walk_tb(error.__traceback__)
+    names = ((frame.f_globals.get("__name__", ""), (frame, line)) for frame, line in walk)
+    frames = [place for name, place in names if name.partition(".")[0] not in NOT_THE_USERS]
     return "".join(["\n", *traceback.StackSummary.extract(frames).format()]).rstrip()

@@ -1,7 +1,4 @@
-"""Nodes of a run: an agent on each keeps a folder in shared memory, and files are copied from one node to another.
-
-A role reads and writes files of its own node. `bring` copies a file to another node, in parts, through Ray's object store.
-"""
+"""Nodes of a run. A role reads and writes files in its own node's shared memory; `bring` copies them to other nodes."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -19,8 +16,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.run.checkpoint import model_fingerprints
 from cotrain.run.provenance import differing_versions, package_versions
 
-PART_BYTES = 256 * 2**20
-"""Bytes of a file that are in the object store at once."""
+PART_BYTES = 256 * 2**20  # bytes of a file that are in the object store at once
 
 
 class NodeAgent:
@@ -29,11 +25,10 @@ class NodeAgent:
     def __init__(self, run: str):
         """run: the run's name, which becomes part of the folder's name."""
         self._stack = ExitStack()
-        self.scratch = self._stack.enter_context(scratch_folder(run))
+        self._folder = self._stack.enter_context(scratch_folder(run))
 
     def folder(self) -> Path:
-        """The node's folder in shared memory."""
-        return self.scratch
+        return self._folder
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on this node, and return its result."""
@@ -60,10 +55,6 @@ def write_part(path: str, start: int, part: NDArray[np.uint8], last: bool) -> No
         os.replace(partial, path)
 
 
-def _text(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
-
-
 def _model(name: str) -> tuple[Path, dict[str, str]]:
     folder = resolve_model(name)
     return folder, model_fingerprints(folder)
@@ -79,8 +70,7 @@ class Nodes:
         self._agents = {node: cluster.start_agent(NodeAgent, node, run) for node in others}
         folders = cluster.get([agent.folder.remote() for agent in self._agents.values()])
         self.scratch: dict[str, Path] = {self.local: cluster.scratch} | dict(zip(self._agents, folders, strict=True))
-        self.model_path = Path()
-        """Folder of the policy's model, the same on all nodes; `check` sets it."""
+        self.model_path = Path()  # folder of the policy's model, the same on all nodes; `check` sets it
 
     def call(self, node: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on a node, and wait for its result."""
@@ -99,7 +89,7 @@ class Nodes:
         problems = [f"{line}; install the same version on each" for line in differing_versions(versions)]
         for node in self._agents:
             name = self._cluster.node_name(node)
-            if self.call(node, _text, marker) != marker.read_text():
+            if not self.call(node, Path.is_file, marker):
                 problems.append(f"{name} does not see {marker.parent}; set run_root to a folder that all nodes share")
             try:
                 if self.call(node, _model, model) != (self.model_path, fingerprints):
@@ -110,17 +100,17 @@ class Nodes:
             raise RunFailure("not all nodes can take part:\n  " + "\n  ".join(problems))
 
     def bring(self, path: str, node: str, move: bool = False) -> str:
-        """Copy a file to a node unless it is there, and return its path on that node. move: delete the original afterwards.
-
-        Raises RunFailure when one of the two nodes is gone.
-        """
+        """Copy a file to a node unless it is there, and return its path there. move: delete the original. Raises RunFailure."""
         source = self._node_of(path)
         if source == node:
             return path
         target = str(self.scratch[node] / f"from-{source[:8]}" / Path(path).relative_to(self.scratch[source]))
         size = self.call(source, os.path.getsize, path)
         for start in range(0, max(size, 1), PART_BYTES):
-            part = self._part(source, node, path, start)
+            if self.local in (source, node):
+                part: Any = self.call(source, read_part, path, start)
+            else:  # a reference, so that the data go from node to node and not through this process
+                part = self._agents[source].call.remote(read_part, path, start)
             self.call(node, write_part, target, start, part, start + PART_BYTES >= size)
         if move:
             self.remove_all([path])
@@ -139,9 +129,3 @@ class Nodes:
 
     def _node_of(self, path: str) -> str:
         return next(node for node, folder in self.scratch.items() if Path(path).is_relative_to(folder))
-
-    def _part(self, source: str, target: str, path: str, start: int) -> Any:
-        """Return a part of a file; between two agents, a reference to it, so that its data do not pass through this process."""
-        if source == self.local or target == self.local:
-            return self.call(source, read_part, path, start)
-        return self._agents[source].call.remote(read_part, path, start)

@@ -32,7 +32,6 @@ from cotrain.run.provenance import write_provenance
 from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
-from cotrain.run.step_metrics import metrics_of
 from cotrain.run.tracking import Tracker
 from cotrain.trainer.spec import trainer_spec
 from cotrain.trainer.trainer import DrafterTrainer
@@ -59,7 +58,7 @@ def initialise(config: RunConfig, resume: bool) -> int:
             write_config(config, run_dir.config)
         corpus = sources.Corpus(run_dir.path, about)
         saved = read_config(run_dir.config).model_dump(mode="json")
-        check_resume(config, fingerprints, RunState(0, Versions(0, 0), None, saved, corpus.about["fingerprints"]))
+        check_resume(config, fingerprints, RunState(0, Versions(0, 0), saved, corpus.about["fingerprints"]))
         if (run_dir.path / "init.json").exists():
             print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
             return 0
@@ -231,8 +230,8 @@ class Initialisation:
         coverage = float(torch.isin(tokens, trainer.drafter.draft_to_target.cpu()).double().mean())
         expected = {"expected_acceptance_length": 1 + sum(rates), "vocabulary_coverage": coverage}
         tags = {"init": source.type, "data_fingerprint": self.corpus.fingerprint()}
-        registered = tracker.log_drafter(folder, Versions(0, step), step, expected, tags)
-        tracker.log_step(step + 1, metrics_of(served) | {"versions/drafter": step})
+        metrics = {f"drafter/{name}": value for name, value in expected.items()}
+        registered = tracker.log_drafter(folder, Versions(0, step), step, metrics, tags)
         tracker.finish()
         return {
             "policy": self.config.policy.model,

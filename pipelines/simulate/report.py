@@ -13,7 +13,7 @@ ERRORS = (-0.04, 0.20)
 
 def report(s: Scenario) -> str:
     """Answer all questions about a system."""
-    engines, queues, steps = s.system.system, s.queues[s.queues > 0], len(s.system.workload.lengths())
+    engines, queues, steps = s.system.system, s.queues[s.queues > 0], len(s.system.workload.groups)
     beyond = f", EXTRAPOLATED at batch {s.extrapolated[0]} to {s.extrapolated[-1]}" if s.extrapolated else ""
     lines = [
         f"{len(queues) / steps:.0f} responses of {queues.mean():.0f} tokens, {engines.engines} engines of at most "

@@ -39,9 +39,7 @@ GREEDY_TOKENS = 32
 def open_tracker(config: RunConfig, run_dir: RunDir, state: RunState, console: Console) -> Tracker:
     """Connect to MLflow, which takes seconds if the database is new. Leaving the tracker ends the MLflow run."""
     history, policy = read_rows(run_dir.metrics) if run_dir.resumed else None, state.fingerprints.get("model", "")
-    tracker = Tracker(config, policy=policy, history=history, say=console.say)
-    tracker.log_dataset(config.task)
-    return tracker
+    return Tracker(config, policy=policy, history=history, say=console.say)
 
 
 def start_roles(

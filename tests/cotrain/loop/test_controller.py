@@ -218,7 +218,7 @@ def resume_with_scored_groups(start: Any, monkeypatch: pytest.MonkeyPatch) -> An
             number = 3 * PROMPTS + index
             rows.append({"number": number, "index": index, "rollouts": rollouts, "rewards": [0.0] * SAMPLES})
         stream = {"groups": rows, "lost": {}, "lost_features": 0}
-        state = RunState(3, Versions(3, 0), None, {}, {}, stream=stream, seconds=1e6)
+        state = RunState(3, Versions(3, 0), {}, {}, stream=stream, seconds=1e6)
         monkeypatch.setattr("tests.cotrain.simulated_roles.Engines", SlowEngines)
         lossless = {"every": 1, "max_share": 1.0}
         return start(world, state=state, stream={"max_policy_lag": 1}, lossless=lossless, **fields)

@@ -92,7 +92,7 @@ def test_verification_steps_are_counted_by_policy_and_drafter() -> None:
     assert row["rollout/acceptance_length_serving"] == 2 and row["rollout/acceptance_length_previous"] == 2.5
     assert row["rollout/recomputed_tokens"] == 2 + 7  # the prompt and what was there at the new policy, once
     assert not {"rollout/tokens_per_s", "rollout/tap_overhead"} & row.keys()
-    assert (row["rollout/drafts_k3"], row["rollout/previous_drafts_k3"], row["rollout/num_drafts"]) == (2, 2, 5)
+    assert row["rollout/num_drafts"] == 5
 
 
 def test_the_taps_share_of_the_time_does_not_depend_on_the_number_of_engines() -> None:

@@ -13,7 +13,7 @@ from ray import exceptions
 from cotrain.config.errors import walk_sections
 from cotrain.process.cluster import STARTING_FACTOR, Cluster, engine_device, free_port, place
 from cotrain.process.failures import RunFailure, SelfCheckFailed
-from cotrain.process.placement import bundles_of, nodes_for, places_of
+from cotrain.process.placement import bundles_of, nodes_for
 
 
 def sized(run_config, engines: int = 1, learners: int = 1, ranks: int = 1, **changes):
@@ -117,13 +117,6 @@ def test_spreading_gives_each_node_as_many(run_config):
     assert chosen == ["n0", "n1"] * 4 + ["n0"]
     assert nodes_for([{"CPU": 1}] * 3, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") == ["a", "b", "b"]
     assert nodes_for([{"CPU": 1}] * 4, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") is None
-
-
-def test_ranks_of_one_node_follow_each_other():
-    roles = ["rollout_0", "policy_0", "policy_1", "policy_2", "drafter"]
-    places = places_of(roles, ["b", "a", "b", "a", "a"])
-    assert places["policy_0"] == (2, "b") and places["policy_1"] == (1, "a") and places["policy_2"] == (3, "a")
-    assert sorted(index for index, _ in places.values()) == list(range(5))
 
 
 def test_a_free_port_can_be_bound():

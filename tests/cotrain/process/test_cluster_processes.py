@@ -141,7 +141,7 @@ print(json.dumps(found))
 
 def test_a_cluster_that_is_not_there_or_too_small_says_what_was_asked_and_what_is_free(tmp_path: Path) -> None:
     found = run(TOO_MANY, tmp_path)
-    assert found["many"].startswith("the cluster cannot place all roles at once. Asked for: rollout_0 1 CPU, ")
+    assert found["many"].startswith("the cluster cannot place all roles at once. Needed: rollout_0 1 CPU, ")
     assert re.search(r"policy 1 CPU, rewards 1 CPU\. Free: \S+ 64 CPU and 0 GPU\. Add nodes", found["many"])
     assert found["nobody"].startswith("cluster.address: no Ray cluster answers at 127.0.0.1:1 (")
 
@@ -154,7 +154,7 @@ import ray
 from ray.cluster_utils import Cluster
 from cotrain.config.load import load_config
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from cotrain.process.placement import bundles_of, nodes_for, places_of, reserve, roles_of
+from cotrain.process.placement import bundles_of, nodes_for, reserve, roles_of
 
 cluster = Cluster()
 for _ in range(4):  # Ray counts what it is told, also GPUs that are not there
@@ -173,14 +173,13 @@ for strategy in ("PACK", "SPREAD"):
     _, gpus = place(config, [8] * 4)
     while ray.available_resources().get("GPU") != 32:
         time.sleep(0.1)
-    group, places = reserve(config, gpus)
-    planned = places_of(roles_of(config), nodes_for(bundles_of(config, gpus), free, strategy))
-    name = dict(zip(sorted({node for _, node in places.values()}), free))
-    own = [PlacementGroupSchedulingStrategy(group, places[role][0]) for role in ("policy_15", "drafter")]
+    group, node_of = reserve(config, gpus)
+    planned = dict(zip(roles_of(config), nodes_for(bundles_of(config, gpus), free, strategy)))
+    name = dict(zip(sorted(set(node_of.values())), free))
+    own = [PlacementGroupSchedulingStrategy(group, [*node_of].index(role)) for role in ("policy_15", "drafter")]
     actors = [ray.remote(Where).options(num_cpus=0, num_gpus=0.5, scheduling_strategy=place).remote() for place in own]
     shared = ray.get([actor.gpus.remote() for actor in actors])
-    actual = {role: name[node] for role, (_, node) in places.items()}
-    found[strategy] = actual == {role: node for role, (_, node) in planned.items()}
+    found[strategy] = planned == {role: name[node] for role, node in node_of.items()}
     if strategy == "PACK":
         found["shared"] = shared[0] == shared[1]
     del actors

@@ -33,7 +33,7 @@ def run(tmp_path):
 
 
 def state_at(step, config=None, fingerprints=None):
-    return RunState(step, Versions(step, step // 2), {"epoch": 0}, config or {}, fingerprints or {})
+    return RunState(step, Versions(step, step // 2), config or {}, fingerprints or {})
 
 
 def save(run, step, keep_last=9, content=b"weights"):
@@ -158,7 +158,7 @@ elif sys.argv[2] == "sealing":
     os.replace = lambda source, target: kill() if "step_" in str(target.name) else replace(source, target)
 else:
     checkpoint.shutil.rmtree = lambda path, **options: options or kill()
-state = checkpoint.RunState(2, Versions(2, 1), None, {}, {})
+state = checkpoint.RunState(2, Versions(2, 1), {}, {})
 with checkpoint.new_checkpoint(run, state, keep_last=1) as folder:
     (folder / "weights").write_bytes(b"new")
 """

@@ -32,13 +32,6 @@ def test_the_step_line_of_a_step_that_measured_everything(stream):
     )
 
 
-def test_beside_a_history_the_drafters_own_acceptance_stands_before_what_is_expected_of_it():
-    own = {"rollout/acceptance_length_serving": 1.05}
-    line = step_line(12, 40, FULL | own | {"history/tokens": 100.0}, Versions(12, 5))
-    assert "  accept 2.31  drafter 1.05 (exp 2.28)  " in line
-    assert "  accept 2.31 (exp 2.28)  " in step_line(12, 40, FULL | own, Versions(12, 5))
-
-
 def test_what_a_run_does_not_have_is_left_out():
     metrics = {"time/step_s": 1.0, "policy/reward": 0.5, "policy/kl": None}
     assert step_line(1, 2, metrics, Versions(1, 0)) == "step 1/2  1.0s  reward 0.50  p1 d0"

@@ -4,7 +4,7 @@ import pytest
 
 from cotrain.records import SpeculationCounts
 from cotrain.run.rows import RowFile, read_rows
-from cotrain.run.step_metrics import ServedDrafts, metrics_of, speculation_metrics
+from cotrain.run.step_metrics import speculation_metrics
 from tests.speculation_counts import counts
 
 
@@ -74,12 +74,3 @@ def test_no_rate_is_claimed_of_a_position_that_no_draft_was_long_enough_for():
     metrics = speculation_metrics(SpeculationCounts((6, 4, 0), ((3, 0, 0), (4, 0, 0), (0, 0, 0))))
     rates = {name[-1]: rate for name, rate in metrics.items() if "rate_pos" in name}
     assert rates == {"1": 0.7, "2": 0.0}
-
-
-def test_each_version_is_credited_with_its_own_drafts():
-    """Where generation is ahead, rollouts of two drafters are trained on in one step."""
-    served = ServedDrafts()
-    served.add(4, metrics_of(counts(100, 2, (80, 40))) | metrics_of(counts(50, 2, (10, 0)), age=1))
-    assert served.of(4) == {"acceptance_length": 2.2, "num_speculative_tokens": 2, "num_drafts": 100}
-    assert served.of(3) == {"acceptance_length": 1.2, "num_speculative_tokens": 2, "num_drafts": 50}
-    assert served.best() == 4 and served.of(2) == {}

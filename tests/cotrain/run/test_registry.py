@@ -8,9 +8,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import model_fingerprints
 from cotrain.run.registry import drafter_folder, drafter_table, first_drafter, list_drafters, pull_drafter
-from cotrain.run.step_metrics import metrics_of
-from cotrain.run.tracking import Tracker
-from tests.speculation_counts import counts
+from cotrain.run.tracking import EXPECTED, Tracker
 
 NAME = "smollm2-135m-instruct-drafter"
 
@@ -28,14 +26,13 @@ def store(empty_mlflow_database, tmp_path_factory):
         task={"type": "reasoning_gym", "name": "chain_sum"},
     )
     with Tracker(config) as tracker:
-        for version, accepted in ((1, (60, 40)), (2, (30, 20))):
+        for version, length in ((1, 2.0), (2, 1.5)):
             folder = root / f"v{version}"
             folder.mkdir()
             (folder / "config.json").write_text(f'{{"version": {version}}}')
             (folder / "model.safetensors").write_bytes(b"weights" * version)
             tags = {"init": "random", "data_fingerprint": "abc"}
-            tracker.log_drafter(folder, Versions(10 + version, version), version, {}, tags).result(10)
-            tracker.log_step(version + 1, {"versions/drafter": version} | metrics_of(counts(100, 2, accepted)))
+            tracker.log_drafter(folder, Versions(10 + version, version), version, {EXPECTED: length}, tags).result(10)
     return root
 
 
@@ -52,7 +49,7 @@ def test_list(uri):
     ]
     head, *lines = drafter_table(rows, uri).splitlines()
     line = next(line for line in lines if "best" in line)
-    assert line.split()[:9] == [NAME, "1", "best", "11", "1", "2.0", "2", "100", "first"], head
+    assert line.split()[:7] == [NAME, "1", "best", "11", "1", "2.0000", "first"], head
 
 
 def test_an_sqlite_file_that_is_not_there_holds_none_and_is_not_made(tmp_path):
@@ -125,31 +122,18 @@ def policies(tmp_path):
 
 
 def test_policies_of_one_name_have_registered_models_of_their_own(policies, tmp_path, run_config, mlflow_database):
-    said, uri = list[str](), f"sqlite:///{mlflow_database}"
+    uri = f"sqlite:///{mlflow_database}"
 
     def publish(name, policy):
-        """Returns the registered model, and the version that now serves."""
+        """Returns the registered model."""
         fingerprint = model_fingerprints(policy)["model"]
         config = run_config(name=name, policy={"model": str(policy)})
-        with Tracker(config, policy=fingerprint, say=said.append) as tracker:
+        with Tracker(config, policy=fingerprint) as tracker:
             tracker.log_drafter(tmp_path / "drafter", Versions(1, 1), 1, {}, {"init": "random"}).result(60)
         return tracker.registered_model
 
-    maths, chat = policies
-    assert publish("maths", maths) == "hf-drafter" and said == []
-    own = f"hf-{model_fingerprints(chat)['model'][:8]}-drafter"
-    assert publish("chat", chat) == own
-    assert said == [f"MLflow has drafters of another policy as hf-drafter; those of this run become {own}"]
-    assert publish("again", chat) == own and publish("more", maths) == "hf-drafter"
+    maths, chat = (f"hf-{model_fingerprints(policy)['model'][:8]}-drafter" for policy in policies)
+    names = [publish(name, policies[index]) for name, index in (("a", 0), ("b", 1), ("c", 1), ("d", 0))]
+    assert names == [maths, chat, chat, maths] and maths != chat
     serving = {row.name: row.tags["run_name"] for row in list_drafters(uri) if "serving" in row.aliases}
-    assert serving == {"hf-drafter": "more", own: "again"}
-    # An alias moves, so it is not taken for another policy; a version is what a user has looked up.
-    assert first_drafter(uri, "models:/hf-drafter@serving", maths, tmp_path / "a").is_dir()
-    assert first_drafter(uri, "models:/hf-drafter/1", chat, tmp_path / "b").is_dir()
-    for spec in ("models:/hf-drafter", "models:/hf-drafter@serving"):
-        with pytest.raises(
-            ValueError, match=rf"^drafter\.init: {spec} is a drafter of another policy, {maths} \(run more"
-        ) as no:
-            first_drafter(uri, spec, chat, tmp_path / "c")
-        assert str(no.value).endswith("if that is meant, give its version: models:/hf-drafter/2")
-    assert not (tmp_path / "c").exists()
+    assert serving == {maths: "d", chat: "c"}

@@ -269,7 +269,7 @@ def test_what_is_known_of_policies_is_bounded(config, tiny, monkeypatch):
     service.end()
     assert [row["versions/policy"] for row in service.rows()] == [0, 1, 2, 3, 4]
     (saved,) = (service.folder / "checkpoints").glob("step_*/state.json")
-    assert sorted(json.loads(saved.read_text())["task_position"].values()) == [2, 3, 4]
+    assert sorted(json.loads(saved.read_text())["heads"].values()) == [2, 3, 4]
 
 
 def test_a_head_that_its_engine_removes_meanwhile_is_read_all_the_same(config, tiny, monkeypatch):

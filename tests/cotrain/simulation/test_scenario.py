@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.config.errors import ConfigError, validated
+from cotrain.config.errors import ConfigError
 from cotrain.simulation.scenario import Scenario
-from cotrain.simulation.system import WorkloadConfig, load_system
+from cotrain.simulation.system import load_system
 
 CELLS = [[k, n, 20 + 4 * k + 0.4 * n * (k + 1)] for k in (0, 1, 3) for n in (1, 8, 32)]
 GROUPS = [[[40 + 31 * (7 * prompt + 3 * sample) % 400 for sample in range(4)] for prompt in range(12)]]
@@ -71,20 +71,17 @@ def test_all_problems_come_at_once_and_name_the_field() -> None:
     wrong = ["cost.type=roofline", "drafter.accept=[0.5, 0.6]", "workload.groups=[]", "system.slots=2"]
     found = problems(TABLE, *wrong)
     assert sorted(line.split(":")[0] for line in found) == [
-        *("cost.cells", "cost.type", "drafter", "system.slots", "workload"),
+        *("cost.cells", "cost.type", "drafter", "system.slots", "workload.groups"),
     ]
     text = "\n".join(found)
-    for part in ("must be 'cells'", "never rising", "give mean_length", "unknown field"):
+    for part in ("must be 'cells'", "never rising", "unknown field"):
         assert part in text
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (
-            ["workload.sigma=0.5", "workload.responses=8"],
-            "workload: responses, sigma would have no effect beside groups",
-        ),
+        (["workload.mean_length=80"], "workload.mean_length: unknown field"),
         (["cost.gpu=gb200"], "cost.gpu: unknown field"),
         (["drafter.acceptance_length=[2.0, 3]"], "drafter.acceptance_length: unknown field"),
         (["cost.cells=[[0, 0, 1.0], [0, 1, 0]]"], "cost.cells: must"),
@@ -99,12 +96,3 @@ def test_a_cell_that_was_measured_again_is_its_median_and_what_lies_beyond_is_kn
     again = scenario("cost.cells=[[0, 1, 10], [0, 1, 90], [0, 1, 12], [3, 1, 14]]", "system.max_num_seqs=2")
     assert again.cost.base(0, np.ones(1)) == pytest.approx(12e-3)
     assert again.extrapolated == [2] and scenario().extrapolated == []
-
-
-def test_drawn_lengths_have_the_stated_mean_and_spread_and_follow_the_seed() -> None:
-    work = validated(WorkloadConfig, {"responses": 20_000, "mean_length": 5000, "sigma": 0.8, "limit": 10**9})
-    [step], other = work.lengths(), work.lengths(1)
-    lengths = np.ravel(step)
-    assert lengths.mean() == pytest.approx(5000, rel=0.03) and np.log(lengths).std() == pytest.approx(0.8, rel=0.02)
-    assert work.lengths() == [step] != other
-    assert np.max(validated(WorkloadConfig, {"mean_length": 5000, "limit": 300}).lengths()) == 300

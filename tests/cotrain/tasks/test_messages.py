@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cotrain.tasks.messages import chat_messages, split_question
+from cotrain.tasks.prompts import chat_messages, split_question
 
 USER = {"role": "user", "content": "3 + 4?"}
 SEVEN = {"role": "assistant", "content": "7"}

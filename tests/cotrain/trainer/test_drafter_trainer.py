@@ -35,6 +35,11 @@ def without_times(row):
     }
 
 
+def rates_of(trainer, records):
+    """Expected acceptance rates of the current weights, by draft position."""
+    return trainer.score([trainer.drafter], records)[0][-1].rates()
+
+
 def test_loss_falls_and_expected_acceptance_rises(new_trainer, target, shard_of):
     trainer = new_trainer(updates_per_step=10, batch_tokens=200, optimizer={"learning_rate": 1e-2})
     records = target.rollouts(48, 1, seed=1, policy_version=0)
