@@ -73,7 +73,7 @@ class Trainer(Protocol):
     """The trainer of the drafter; see DrafterTrainer."""
 
     def take_in(
-        self, shards: list[str], serving: int, keep: Collection[int], judged: int
+        self, shards: list[Any], serving: int, keep: Collection[int], judged: int
     ) -> tuple[FreshScores, dict[str, float]]:
         """Take in the features of a step, and score the serving drafter and the candidate on them."""
 
@@ -146,6 +146,10 @@ class Publisher:
         counts = total_counts(map(drafter_counts, batch.rollouts))
         outcome.metrics |= metrics | _expected_metrics(expected, counts)
         return outcome
+
+    def take_back(self, outcome: Outcome) -> None:
+        """Continue from the drafter that served before a swap, which an engine has refused since `evaluate` returned."""
+        self.serving = outcome.serving
 
     def state(self) -> dict[str, Any]:
         """Everything an exact continuation needs, as plain numbers."""

@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from cotrain.process.failures import RunFailure
-from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Spool
+from cotrain.transport.spool import VARIABLE, Spool
 
 READY_SECONDS = 1800.0
 """The trainer may have to fetch the first drafter, and to read the model's weights from a slow disk."""
@@ -28,11 +27,6 @@ none asked for a drafter. Usual causes:
 - the variable COTRAIN_SIDECAR did not reach the engine, which is an actor of Ray or on another machine: docs/guide/sidecar.md
 - the host made no engine of vLLM, or ended before"""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def host_environment(spool: str | Path) -> dict[str, str]:
-    """Return the variables by which the engines of one host find the trainer's spool."""
-    return {VARIABLE: str(Path(spool).absolute()), HOST_VARIABLE: uuid.uuid4().hex}
 
 
 def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen[bytes]:
@@ -70,26 +64,23 @@ def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
         trainer.wait()
 
 
-def run_host(command: Sequence[str], environment: Mapping[str, str], every_second: Callable[[], None]) -> int:
-    """Run the host's command to its end, and return its exit status, or 128 + n if signal n ended it.
+def run_host(command: Sequence[str], spool: str | Path, **environment: str) -> int:
+    """Run the host's command beside a spool to its end, and return its exit status, or 128 + n if signal n ended it.
 
     A signal that another process sends to this one is forwarded to the host; the terminal itself sends a Ctrl-C to both.
-    Raises ValueError when the command cannot be started.
+    Raises OSError when the command cannot be started.
     """
     waited = {*FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)  # the host would inherit the blocked ones
     try:
-        try:
-            host = subprocess.Popen(command, env={**os.environ, **environment}, preexec_fn=unblock)
-        except OSError as error:
-            raise ValueError(f"COMMAND: {command[0]} cannot be started: {error.strerror}") from error
+        variables = os.environ | {VARIABLE: str(Path(spool).absolute())} | environment
+        host = subprocess.Popen(command, env=variables, preexec_fn=unblock)
         while host.poll() is None:
             received = signal.sigtimedwait(waited, 1.0)
             # si_code is 0 or negative for a signal from a process, and positive for one from the kernel, such as Ctrl-C.
             if received is not None and received.si_signo in FORWARDED and received.si_code <= 0:
                 host.send_signal(received.si_signo)
-            every_second()
         return host.returncode if host.returncode >= 0 else 128 - host.returncode
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

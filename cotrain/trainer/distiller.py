@@ -69,6 +69,10 @@ class Distiller:
         )
         self._target_weights: dict[int, TargetWeights] = {}
 
+    def serve_as(self, dtype: str) -> None:
+        """Write drafters for the engines in this number format of torch from now on."""
+        self.serving_dtype = getattr(torch, dtype)
+
     def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
         """Read embedding and head of a policy version from a safetensors file in Hugging Face names, or a model folder.
 

@@ -114,20 +114,18 @@ class DrafterTrainer(Distiller):
         held, oldest = self._buffer.policy_versions, policy_version - self._max_policy_lag
         self._target_weights = {v: w for v, w in self._target_weights.items() if v in held or v >= oldest}
 
-    def add_features(self, shards: list[str]) -> dict[str, float]:
-        """Read and delete the shards' files and keep their rollouts.
+    def add_features(self, shards: Sequence[str | FeatureRecord]) -> dict[str, float]:
+        """Keep the rollouts of shards, which are files to read and delete, or of records that have been read.
 
         The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
         the counted tokens in it). Raises ValueError, and keeps nothing, when a shard is broken or its
         policy version or aux layers are unknown to the trainer.
         """
-        records = [record for shard in shards for record in self._read(shard)]
-        for shard in shards:
-            Path(shard).unlink()
-        return self.add_records(records)
-
-    def add_records(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
-        """Like `add_features`, for rollouts that have been read. The trainer must know their policy versions and aux layers."""
+        files = [shard for shard in shards if isinstance(shard, str)]
+        records = [shard for shard in shards if isinstance(shard, FeatureRecord)]
+        records += [record for file in files for record in self._read(file)]
+        for file in files:
+            Path(file).unlink()
         self._fresh = [record for record in records if record.is_trainable]
         metrics: dict[str, float] = {}
         if records and self._needs_vocabulary:
@@ -138,7 +136,7 @@ class DrafterTrainer(Distiller):
         return metrics | self._buffer.metrics()
 
     def take_in(
-        self, shards: list[str], serving: int, keep: Collection[int], judged: int
+        self, shards: Sequence[str | FeatureRecord], serving: int, keep: Collection[int], judged: int
     ) -> tuple[FreshScores, dict[str, float]]:
         """Call `add_features` and `score_fresh`. Returns the scores, and the metrics with the time that scoring took."""
         metrics = self.add_features(shards)

@@ -10,7 +10,7 @@ import torch
 
 from cotrain.engine.host import plugin
 from cotrain.models.loading import TINY_MODEL, resolve_model
-from cotrain.transport.spool import VARIABLE, Settings, Spool, read_json, write_json
+from cotrain.transport.spool import VARIABLE, Offer, Settings, Spool, State, read_json, write_json
 from cotrain.weights.payload import write_payload
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
@@ -30,8 +30,8 @@ def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments:
     drafter.save(spool.initial, number_type)
     kind = {"method": drafter.serving.method, "draft_sample_method": "probabilistic"}
     drafting = kind | {"model": str(spool.initial), "num_speculative_tokens": 3}
-    spool.create(Settings(TINY_MODEL, str(model), drafting, drafter.serving.aux_layers, 1.0, 2**24, False, False))
-    write_json(spool.current, {"version": 0, "on": False})
+    spool.create(Settings(TINY_MODEL, str(model), drafting, drafter.serving.aux_layers, 1.0, 2**24, False))
+    write_json(spool.current, Offer(on=False))
     os.environ |= V2 | {VARIABLE: str(spool.folder)}
     plugin.register()
     from vllm import LLM, SamplingParams
@@ -40,20 +40,21 @@ def check(folder: Path, dtype: str, most_changed: int, tokens: int, **arguments:
     prompts: Any = [{"prompt_token_ids": [40 + (7 * i + 3 * j) % 80 for j in range(12)]} for i in range(16)]
     greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     plain = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    if not (engines := spool.engines()) or (facts := read_json(engines[0].facts))["reason"] is not None:
-        raise ValueError(facts["reason"] if engines else "the engine was not adopted")
+    states = [read_json(engine.state, State) for engine in spool.engines()]
+    if not states or states[0] is None or states[0].reason is not None:
+        raise ValueError(states[0].reason if states and states[0] else "the engine was not adopted")
     state, ((token, _),) = drafter.state_for_serving(), Counter(t for text in plain for t in text[1:]).most_common(1)
     state |= {"norm.weight": torch.zeros_like(state["norm.weight"]), "d2t": torch.full_like(state["d2t"], token)}
     payload = write_payload(state, spool.current.with_name("1.safetensors"), number_type)
-    write_json(spool.current, {"version": 1, "path": payload.path, "digests": payload.digests, "expected_rates": None})
+    write_json(spool.current, Offer(1, path=payload.path, digests=payload.digests))
     texts = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False)]
     counts = {metric.name: int(getattr(metric, "value", 0)) for metric in llm.get_metrics()}
     steps, accepted = (counts.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens"))
-    changed, shards = sum(map(list.__ne__, texts, plain)), len(engines[0].shards())
+    changed, shards = sum(map(list.__ne__, texts, plain)), len(spool.engines()[0].shards())
     found = f"{changed} of {len(texts)} texts changed, {1 + accepted / max(1, steps):.2f} tokens a step"
     if changed > most_changed or not accepted or not shards:
         raise ValueError(f"{found}, {shards} shards of hidden states")
-    return f"vLLM {facts['vllm']}, {found}"
+    return f"vLLM {states[0].vllm}, {found}"
 
 
 if __name__ == "__main__":

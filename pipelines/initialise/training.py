@@ -127,7 +127,7 @@ class Training:
     async def _hold(self, window: list[StoredRollout]) -> None:
         """Give the trainer the features of a window, unless it has them."""
         if self._held is not window:
-            self.trainer.add_records(await self.features(window))
+            self.trainer.add_features(await self.features(window))
             self._held = window
 
     def _evaluate(self, epoch: int, holdout: Sequence[FeatureRecord]) -> dict[str, float]:

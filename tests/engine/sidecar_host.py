@@ -84,7 +84,7 @@ class Host:
         from cotrain.engine.loading import reload_weights
 
         worker = self._worker
-        sidecar = worker.model_runner.execute_model.__self__
+        sidecar = worker.model_runner.execute_model.cotrain_hook.__self__
         lost = {name: torch.zeros_like(t) for name, t in sidecar._weights.last_good().items()}
         with set_current_vllm_config(worker.vllm_config):
             reload_weights(worker.get_draft_model(), worker.speculative_config.draft_model_config, lost)
@@ -153,7 +153,7 @@ def main(descriptor: int, model: str, *options: str) -> None:
     with os.fdopen(descriptor, "w", buffering=1) as answers:
         host = Host(model, *(option for option in options if option == "dummy"))
         if {"reports often", "interpreted"}.intersection(options):
-            from cotrain.sidecar import scheduling, worker
+            from cotrain.engine.host import scheduling, worker
 
             scheduling.REPORT_SECONDS = worker.REPORT_SECONDS = REPORT_SECONDS
         print("ready", file=answers)

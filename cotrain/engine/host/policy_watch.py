@@ -5,6 +5,7 @@ by comparing a few hundred of their elements whenever the engine starts on new r
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ class PolicyWatch:
         """folder: where the matrices of each version are written."""
         self._worker, self._folder = worker, folder
         self._model: nn.Module = worker.model_runner.get_model()
-        self.version = 0
         self._in_update = self._opened = False
         self.is_dirty = False
         """Whether the weights that are served may differ from those of `version`."""
+        self.version = -1
+        self.count()
+        self._waits = worker.vllm_config.load_config.load_format != "dummy"  # else there are no weights as yet
 
     def hook_in(self) -> None:
         """Notice updates from now on."""
@@ -79,11 +82,21 @@ class PolicyWatch:
         """Do the compared elements differ from those of `version`?"""
         return not torch.equal(self._elements(), self._known)
 
+    def count(self) -> None:
+        """Count a new version: the weights that are served now."""
+        self.version, self._known, self._waits, self.is_dirty = self.version + 1, self._elements(), True, False
+        self.is_written = False
+        """Whether embedding and head of `version` are written."""
+
     def write(self) -> None:
-        """Write the embedding and head of `version`, which is served now. Raises OSError when the disk is full."""
-        self._known = self._elements()
-        path = self._folder / f"{self.version}.safetensors"
-        write_payload(self._matrices(), path, self._worker.model_config.dtype)
+        """Write embedding and head of `version` if that was not tried before. A full disk leaves them out."""
+        if not self._waits:
+            return
+        self._waits = False
+        with suppress(OSError):
+            path = self._folder / f"{self.version}.safetensors"
+            write_payload(self._matrices(), path, self._worker.model_config.dtype)
+            self.is_written = True
         for old in sorted(self._folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem))[:-KEPT_VERSIONS]:
             old.unlink()
 

@@ -23,5 +23,5 @@ def test_without_the_variable_nothing_is_imported(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOAD]
     found = subprocess.run(command, env=host_environment(tmp_path, None), capture_output=True, text=True, check=True)
     seconds, modules = json.loads(found.stdout)
-    assert modules == ["cotrain", "cotrain.sidecar", "cotrain.engine.host.plugin"]
+    assert modules == ["cotrain", "cotrain.engine", "cotrain.engine.host", "cotrain.engine.host.plugin"]
     assert seconds < 0.005
