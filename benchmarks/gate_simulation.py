@@ -21,6 +21,7 @@ from cotrain.config.schema import DrafterConfig
 from cotrain.loop.ledger import Ledger
 from cotrain.publish.publisher import Publisher, PublisherSpec
 from cotrain.records import RolloutBatch, Versions
+from cotrain.weights.versions import CurrentWeights
 from tests.cotrain.publish.simulated import Lengths, rollouts_of, true_length
 from tests.cotrain.publish.simulated_run import GOOD, World
 
@@ -107,12 +108,13 @@ def simulate(case: Case, num_steps: int, seed: int = 0) -> Tally:
     world = World(GOOD, 0.0, seed, case.prompts, case.samples, case.lengths)
     world.index = case.index
     drafter = DrafterConfig.model_validate({"model": {"type": "eagle3"}})
-    spec = PublisherSpec(drafter, num_steps, case.lag, recomputes=True)
-    publisher = Publisher(spec, world, world, Path(), None, Versions(0, 0))
+    world.current = CurrentWeights(Versions(0, 0), case.lag)
+    publisher = Publisher(PublisherSpec(drafter, num_steps, recomputes=True), world, world, Path(), world.current)
     tally, since, better = Tally(), 0, False
     steps = with_lag(case, world, num_steps) if case.lag else in_turns(world, num_steps)
-    for step, (batch, versions) in enumerate(steps, 1):
-        outcome = publisher.evaluate(step, batch, versions)
+    for step, batch in enumerate(steps, 1):
+        world.current.record_policy(None, step - 1)
+        outcome = publisher.evaluate(step, batch)
         kinds = Counter(event.kind for event in outcome.events)
         tally.rolled_back += kinds["rolled back"]
         if outcome.failure is not None:
@@ -135,13 +137,13 @@ def simulate(case: Case, num_steps: int, seed: int = 0) -> Tally:
     return tally
 
 
-def in_turns(world: World, num_steps: int) -> Iterator[tuple[RolloutBatch, Versions]]:
+def in_turns(world: World, num_steps: int) -> Iterator[RolloutBatch]:
     """Steps without lag."""
     for step in range(1, num_steps + 1):
-        yield world.generate(step), Versions(step - 1, world.serving)
+        yield world.generate(step)
 
 
-def with_lag(case: Case, world: World, num_steps: int) -> Iterator[tuple[RolloutBatch, Versions]]:
+def with_lag(case: Case, world: World, num_steps: int) -> Iterator[RolloutBatch]:
     """Steps of a run with lag: a group begins when it is admitted and ends with its longest response.
 
     A swap begins a new segment of each running response, and a step's window has the groups that have ended since the last.
@@ -162,7 +164,7 @@ def with_lag(case: Case, world: World, num_steps: int) -> Iterator[tuple[Rollout
                 ledger.move(number, state)
         assert ledger.take() is not None
         policy = step - 1
-        yield window(world, step, rng, ended, swaps), Versions(policy, world.serving)
+        yield window(world, step, rng, ended, swaps)
         if world.serving != swaps[-1][1].drafter:
             swaps.append((now, Versions(policy, world.serving)))
         now += update * rng.uniform(0.5, 1.5)

@@ -42,14 +42,14 @@ def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Ti
     import torch
 
     from cotrain.engine import loading as vllm_weights
-    from cotrain.engine import weight_transfer
+    from cotrain.weights import served as served_weights
     from cotrain.weights.payload import write_payload
 
     state, (served, config) = learner_state(model), served_model(model, scratch)
-    weights = weight_transfer.ServedWeights(served, config.model_config, scratch / "kept" / "target")
+    weights = vllm_weights.ModelWeights(served, config.model_config, scratch / "kept" / "target")
     row: dict[str, Times] = {}
     for stage, function in STAGES.items():
-        owner = weight_transfer if function in vars(weight_transfer) else vllm_weights
+        owner = served_weights if function in vars(served_weights) else vllm_weights
         setattr(owner, function, timed(getattr(owner, function), stage, row))
     rows = []
     for version in range(rounds):

@@ -1,5 +1,6 @@
 """Plain data that crosses process boundaries. Imports no torch, no vLLM and no Ray."""
 
+import hashlib
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,6 +53,12 @@ class RolloutRequest:
     """Sampling seed; None draws from the engine's own generator (probabilistic drafts have no seeds in vLLM)."""
     max_new_tokens: int | None = None
     """Most tokens of this response; None is rollout.max_new_tokens."""
+
+
+def derived_seed(*parts: object) -> int:
+    """Return a sampling seed below 2**31, a hash of these parts."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ class WeightPayload:
     path: str
     num_bytes: int
     digests: dict[str, str]
-    """Checksum of each tensor's bytes (see transport/payload.py)."""
+    """Checksum of each tensor's bytes (see weights/payload.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,6 @@ def expected_from(rollouts: Sequence[Rollout]) -> ExpectedAcceptance:
 
 def evidence_of(batch: RolloutBatch, versions: Versions, **changes: Any) -> Evidence:
     """Evidence of a step that scored no drafter; nothing is expected of the serving one unless `changes` say so."""
-    serving = Publication(versions.drafter, versions.drafter)
+    serving = Publication(versions.drafter)
     evidence = Evidence(1, batch, versions, serving, FreshScores([], [], None, 0, []), None)
     return replace(evidence, **changes)

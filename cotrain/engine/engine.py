@@ -470,7 +470,6 @@ class RolloutEngine:
             self._engine = None
 
 
-@functools.cache
 def import_vllm() -> None:
     """Import vLLM, which takes seconds, and on a CPU let its engine cores be forked."""
     import vllm.v1.engine.async_llm  # noqa: F401
@@ -482,6 +481,7 @@ def import_vllm() -> None:
         fork_engine_core()
 
 
+@functools.cache
 def _check_environment() -> None:
     """Raise ValueError naming the first variable that is not allowed. Runs once a process, before vLLM sets its own."""
     for name, reason in environment_problems(os.environ):

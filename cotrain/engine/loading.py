@@ -1,16 +1,48 @@
-"""vLLM's models (0.32): loading weights into them, and reading back what they serve.
+"""vLLM's models (0.32): loading weights into them, reading back what they serve, and the receiving end of updates.
 
 vLLM fuses projections, packs matrices and divides them among tensor-parallel ranks; everything here uses the names of
 the checkpoint.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cotrain.engine.cpu_packing import in_loaded_order, repack_tied_weights, unpack
+from cotrain.weights.served import ServedWeights
+
+T = TypeVar("T")
+
+
+class ModelWeights(ServedWeights):
+    """What one of vLLM's models serves, on one tensor-parallel rank."""
+
+    def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
+        """kept: see ServedWeights. target: the policy's model beside which a drafter serves; None for the policy itself."""
+        self._model, self._model_config = model, model_config
+        never_sent = ["rotary_emb.inv_freq"]
+        if target is not None:
+            never_sent += ["t2d", *modules_shared_with_target(model, target)]
+        elif getattr(model_config.hf_config, "tie_word_embeddings", False):
+            never_sent += ["lm_head.weight"]
+        super().__init__(Path(model_config.model), model_config.dtype, never_sent, kept, is_drafter=target is not None)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        reload_weights(self._model, self._model_config, tensors)
+
+    def differing(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> list[str]:
+        return differing_tensors(self._model, tensors, columns, turn)
+
+    def of_all_ranks(self, value: T) -> list[T]:
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+        values = [value] * group.world_size
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values
 
 
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cotrain.engine.interface import wrap
-from cotrain.engine.loading import differing_tensors
+from cotrain.engine.loading import ModelWeights
 from cotrain.engine.tap_admission import TapRequest
-from cotrain.engine.weight_transfer import ServedWeights, of_all_ranks
 from cotrain.process.children import follow_parent
 from cotrain.transport.features import write_records
-from cotrain.weights.payload import digest
+from cotrain.weights.served import ServedWeights
 from drafters.base import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,13 +46,13 @@ class EngineWorker:
             # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
             torch.compiler.set_stance("force_eager")
         target, kept = worker.get_model(), Path(scratch) / "kept" / f"rank_{worker.rank}"
-        self.weights = {False: ServedWeights(target, worker.model_config, kept / "target")}
+        self.weights = {False: ModelWeights(target, worker.model_config, kept / "target")}
         if worker.speculative_config is not None:
             wrap(runner, "_sample", sample_plainly_without_drafts)
         if has_drafter:
             self.hook = DraftingHook(runner)
             config = worker.speculative_config.draft_model_config
-            self.weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
+            self.weights[True] = ModelWeights(worker.get_draft_model(), config, kept / "drafter", target)
         if history is not None:
             # It imports numba, and vLLM's CPU build does not start where numba was imported before.
             from cotrain.engine.history import HistoryDrafting
@@ -97,13 +96,8 @@ class EngineWorker:
 
         Tensors that a drafter shares with the policy are compared with the policy's.
         """
-        weights = self.weights[draft]
-        good = self.weights[False].last_good() | weights.last_good()
-        good = {name: good[name] for name in names}
-        differing = differing_tensors(weights.model, good)
-        own = {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
-        of_ranks = of_all_ranks(own)
-        return {name: known if all(of[name] == known for of in of_ranks) else "" for name, known in own.items()}
+        good = self.weights[False].last_good() | self.weights[draft].last_good()
+        return self.weights[draft].digests({name: good[name] for name in names})
 
     def add_history(self, rollouts: list[tuple[list[int], list[int]]]) -> None:
         self.history.add(rollouts)

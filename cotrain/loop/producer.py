@@ -7,21 +7,20 @@ single call, so that its batches are always the same. With lag each group is a c
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from cotrain.actors.engines import RolloutEngines, derived_seed, merge
-from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
 from cotrain.loop.ledger import ENGINE_DIED, Group, Ledger
 from cotrain.loop.lengths import LengthHistory
-from cotrain.loop.reactor import Reactor
+from cotrain.loop.roles import Roles
+from cotrain.loop.scoring import Scoring
+from cotrain.loop.windows import Windows
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, derived_seed
 from cotrain.run.rows import RowFile
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
@@ -41,6 +40,8 @@ class Prompts:
     task: Task
     order: PromptOrder
     tokenizer: Any
+    lengths: LengthHistory = field(default_factory=LengthHistory)
+    """How long the responses to each prompt were."""
 
 
 @dataclass
@@ -52,6 +53,7 @@ class GroupResult:
     """Index of the prompt in the task."""
     rollouts: list[Rollout]
     rewards: list[float]
+    failure: TaskFailed | None = None
 
 
 class Producer:
@@ -60,41 +62,27 @@ class Producer:
     def __init__(
         self,
         config: RunConfig,
-        engines: RolloutEngines,
-        rewards: Rewards,
+        roles: Roles,
         prompts: Prompts,
-        reactor: Reactor,
         events: RowFile,
+        served: int = 0,
+        saved: dict[str, Any] | None = None,
     ):
-        self._config, self._engines, self._rewards, self._prompts = config, engines, rewards, prompts
-        self._reactor, self._events = reactor, events
-        self._taps = False
-        self._results: dict[int, GroupResult] = {}
-        self._queue: deque[Group] = deque()
-        self._scoring: deque[tuple[int, Any]] = deque()  # the scorer works on them one by one
-        self._unscored: list[int] | None = []  # finished while the scorer starts; None once it has started
-        self._failed: dict[int, TaskFailed] = {}
-        self._score_began = 0.0
-        self._window: list[tuple[int, RolloutBatch]] = []
-        self._lost_features = 0
-        self._outstanding = [0] * config.rollout.num_engines  # requests that each engine has not finished
-        reactor.tick, reactor.describe = self._tick, lambda: self.ledger.describe()
-        # Dispatch to a restarted engine again once it has started, or give it up if it dies before.
-        engines.starts = lambda i, reply: reactor.add(reply, partial(self._came_back, i), partial(engines.give_up, i))
-        reactor.add(rewards.starting, self._scorer_started)
-        self.start(0)
-
-    def start(self, served: int, saved: dict[str, Any] | None = None) -> None:
         """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
-        rollout, stream = self._config.rollout, self._config.stream
-        self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, self._config.steps, served)
         saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
-        self._saved = {row["number"]: row for row in saved["groups"]}
+        self._config, self._engines, self._prompts, self._events = config, roles.engines, prompts, events
+        self._reactor, self._taps = roles.reactor, False
+        rollout, stream = config.rollout, config.stream
+        self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, served)
         self.ledger.lost.update(saved["lost"])
-        self._lost_features = saved["lost_features"]
-        self._lengths = LengthHistory()
+        self.windows = Windows(roles, stream.max_policy_lag > 0, saved["lost_features"])
         if "lengths" in saved:
-            self._lengths.load(saved["lengths"])
+            prompts.lengths.load(saved["lengths"])
+        self._results = {row["number"]: self._restored(row) for row in saved["groups"]}
+        self._queue: deque[Group] = deque()
+        self._outstanding = [0] * rollout.num_engines  # requests that each engine has not finished
+        self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._score_lost)
+        roles.reactor.watch(self._tick, self.ledger.describe)
 
     # -- what a step does ---------------------------------------------------------------------------------------------
 
@@ -103,8 +91,9 @@ class Producer:
         self._taps = taps
         begins = []
         for group in self.ledger.admit():
-            if group.number in self._saved:
-                self._restore(self._saved.pop(group.number))
+            if group.number in self._results:
+                self.ledger.restore(group.number)
+                self._event("restored", group.number)
                 continue
             self._event("admitted", group.number)
             begins.append(group)
@@ -115,7 +104,7 @@ class Producer:
         """Sort key: by step, and within a step the longest expected responses first if rollout.order says so."""
         expected = 0.0
         if self._config.rollout.order == "longest_first":
-            expected = self._lengths.expected(self._prompts.task.prompt(self._index(group)).id)
+            expected = self._prompts.lengths.expected(self._prompts.task.prompt(self._index(group)).id)
         return group.number // self._config.rollout.prompts_per_step, -expected, group.number
 
     def take(self) -> list[GroupResult] | None:
@@ -124,38 +113,29 @@ class Producer:
         Raises TaskFailed when those that are not scored have failed.
         """
         numbers = self.ledger.take()
-        if numbers is None and self._failed:
-            size, groups = self._config.rollout.prompts_per_step, self.ledger.groups
-            first = size * self.ledger.served
-            missing = {n for n in range(first, first + size) if groups[n].state != "scored"}
-            if missing <= self._failed.keys():
-                raise self._failed[min(missing)]
+        if numbers is None and (failure := self._failure()) is not None:
+            raise failure
         for number in numbers or ():
             self._event("taken", number)
         return None if numbers is None else [self._results[number] for number in numbers]
+
+    def _failure(self) -> TaskFailed | None:
+        """Return the first failure in the next step, if all of its groups that are not scored have failed."""
+        size, first = self._config.rollout.prompts_per_step, None
+        for number in range(size * self.ledger.served, size * (self.ledger.served + 1)):
+            group, result = self.ledger.groups.get(number), self._results.get(number)
+            if group is not None and group.state == "scored":
+                continue
+            if result is None or result.failure is None:
+                return None
+            first = first or result.failure
+        return first
 
     def release(self) -> None:
         """Free the slots of the taken step, now that its weights are served."""
         for number in self.ledger.release():
             del self._results[number]
             self._event("released", number)
-
-    def window(self, bring: Callable[[str], str]) -> RolloutBatch | None:
-        """What the engines have generated since the last call; None if no group has finished.
-
-        bring: brings a file of hidden states to the node that reads it, and returns its path there. Where it raises
-        RunFailure because a node is gone, the batch goes without its files, and its rollouts count as lost features.
-        """
-        batches = []
-        for _, batch in sorted(self._window, key=lambda item: item[0]):
-            try:
-                batch = replace(batch, features=[bring(path) for path in batch.features])
-            except RunFailure:
-                self._lost_features += int(batch.feature_stats["num_rollouts"])
-                batch = replace(batch, features=[], feature_stats={})
-            batches.append(batch)
-        self._window.clear()
-        return merge(batches) if batches else None
 
     def metrics(self) -> dict[str, float]:
         """The number of groups in each state, of groups lost, and of rollouts whose hidden states were lost."""
@@ -165,22 +145,21 @@ class Producer:
             "stream/groups_running": count("dispatched"),
             "stream/groups_finished": count("finished", "scored"),
             "stream/lost_groups": lost.total(),
-            "drafter/lost_features": self._lost_features,
+            "drafter/lost_features": self.windows.lost_features,
         }
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the groups that are scored but not yet trained on, the length history, and what was lost.
 
-        All other groups start over after a resume. Hidden states that `window` has not handed out yet count as lost.
+        All other groups start over after a resume. Hidden states that no window has handed out yet count as lost.
         """
         rows = []
         for number in (number for number, group in self.ledger.groups.items() if group.state == "scored"):
             result = self._results[number]
             rollouts = [asdict(rollout) for rollout in result.rollouts]
             rows.append({"number": number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards})
-        tapped = sum(batch.feature_stats.get("num_rollouts", 0) for _, batch in self._window)
-        lost = {"lost": dict(self.ledger.lost), "lost_features": self._lost_features + tapped}
-        return {"groups": rows, "lengths": self._lengths.state()} | lost
+        lost = {"lost": dict(self.ledger.lost), "lost_features": self.windows.state()}
+        return {"groups": rows, "lengths": self._prompts.lengths.state()} | lost
 
     # -- from state to state ------------------------------------------------------------------------------------------
 
@@ -192,7 +171,7 @@ class Producer:
             try:
                 bundles[engine].append((group, self._requests(group)))
             except ValueError as error:
-                self._failed[group.number] = TaskFailed(str(error))
+                self._results[group.number].failure = TaskFailed(str(error))
                 continue
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
         for engine, groups in bundles.items():
@@ -244,7 +223,7 @@ class Producer:
     def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
         samples = self._config.rollout.samples_per_prompt
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
-        self._window.append((engine, batch))
+        self.windows.add(engine, batch)
         self._engines.share_history(engine, batch.rollouts)
         for place, number in enumerate(numbers):
             result = self._results[number]
@@ -254,7 +233,7 @@ class Producer:
             told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
             told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
             self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
-            self._score(number)
+            self._scoring.add(number, result.prompt, [rollout.text for rollout in result.rollouts])
         self._dispatch()
 
     # -- engines that die ---------------------------------------------------------------------------------------------
@@ -268,69 +247,36 @@ class Producer:
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
         self._dispatch()
 
-    def _came_back(self, engine: int, _: None) -> None:
-        self._engines.come_back(engine)
-        self._dispatch()
+    def _tick(self) -> None:
+        self._scoring.check_time()
+        self._dispatch()  # an engine may have come back
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 
-    def _score(self, number: int) -> None:
-        if self._unscored is not None:
-            self._unscored.append(number)
-            return
-        result = self._results[number]
-        reference = self._rewards.begin(result.prompt, [rollout.text for rollout in result.rollouts])
-        if not self._scoring:
-            self._score_began = time.monotonic()
-        self._scoring.append((number, reference))
-        self._reactor.add(reference, partial(self._scored, number), lambda _: self._score_lost("the scorer died"))
-
-    def _scorer_started(self, _: None) -> None:
-        waiting, self._unscored = self._unscored or [], None
-        for number in waiting:
-            self._score(number)
-
     def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
-        self._scoring = deque(item for item in self._scoring if item[0] != number)
-        self._score_began = time.monotonic()
-        if isinstance(rewards, TaskFailed):
-            self._failed[number] = rewards
-            return
         result = self._results[number]
+        if isinstance(rewards, TaskFailed):
+            result.failure = rewards
+            return
         result.rewards = rewards
         lengths = [len(rollout.token_ids) for rollout in result.rollouts]
         cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
         # Not when it finished, since a group that is not scored starts over after a resume.
-        self._lengths.observe(result.prompt.id, lengths, cut)
+        self._prompts.lengths.observe(result.prompt.id, lengths, cut)
         self.ledger.move(number, "scored")
         self._event("scored", number, reward=sum(rewards) / len(rewards))
 
-    def _tick(self) -> None:
-        late = time.monotonic() - self._score_began > self._config.stream.reward_timeout_s
-        if self._scoring and late and not self._reactor.is_there(self._scoring[0][1]):
-            self._score_lost("the scorer did not answer")
-
-    def _score_lost(self, reason: str) -> None:
-        """Start over the group that was being scored, and let a new process score those that wait behind it."""
-        (lost, _), *waiting = self._scoring
-        for _, reference in self._scoring:
-            self._reactor.drop(reference)
-        self._scoring.clear()
-        self._unscored = [number for number, _ in waiting]
-        self._reactor.add(self._rewards.restart(), self._scorer_started)
-        self._queue.appendleft(self.ledger.lose(lost, reason))
-        self._event("lost", lost, reason=reason)
+    def _score_lost(self, number: int, reason: str) -> None:
+        self._queue.appendleft(self.ledger.lose(number, reason))
+        self._event("lost", number, reason=reason)
         self._dispatch()
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def _restore(self, row: dict[str, Any]) -> None:
-        """Restore a group that was scored before the run was resumed, so that it can be taken."""
-        prompt = self._prompts.task.prompt(row["index"])
+    def _restored(self, row: dict[str, Any]) -> GroupResult:
+        """Return a group that was scored before the run was resumed."""
         rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
-        self._results[row["number"]] = GroupResult(prompt, row["index"], rollouts, row["rewards"])
-        self.ledger.restore(row["number"])
-        self._event("restored", row["number"])
+        return GroupResult(self._prompts.task.prompt(row["index"]), row["index"], rollouts, row["rewards"])
 
     def _event(self, event: str, number: int, **fields: Any) -> None:
         step = number // self._config.rollout.prompts_per_step + 1

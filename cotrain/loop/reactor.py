@@ -21,10 +21,12 @@ class Reactor:
         """stalled_after_s: seconds without any result after which the run counts as stalled."""
         self._cluster, self._stalled_after_s = cluster, stalled_after_s
         self._handlers: dict[Any, tuple[Callable[[Any], None], Callable[[RunFailure], None] | None]] = {}
-        self.tick: Callable[[], None] = lambda: None
-        """Called after each wait, which takes TICK_SECONDS at most."""
-        self.describe: Callable[[], str] = lambda: "nothing is known"
-        """What is running, for the message of a run that stalls."""
+        self._tick: Callable[[], None] = lambda: None
+        self._describe: Callable[[], str] = lambda: "nothing is known"
+
+    def watch(self, tick: Callable[[], None], describe: Callable[[], str]) -> None:
+        """Call `tick` after each wait, which takes TICK_SECONDS at most. describe: says what is running when the run stalls."""
+        self._tick, self._describe = tick, describe
 
     def add(
         self, reference: Any, handler: Callable[[Any], None], failed: Callable[[RunFailure], None] | None = None
@@ -49,16 +51,16 @@ class Reactor:
         last = time.monotonic()
         while not done():
             if not self._handlers:
-                raise RunFailure(f"deadlock: no task is pending ({self.describe()}): please report this")
+                raise RunFailure(f"deadlock: no task is pending ({self._describe()}): please report this")
             ready = self._cluster.wait_any(list(self._handlers), TICK_SECONDS)
             for reference in ready:
                 if reference in self._handlers:  # the handler of another one may have dropped it
                     self._handle(reference)
-            self.tick()
+            self._tick()
             last = time.monotonic() if ready else last
             if time.monotonic() - last > self._stalled_after_s:
                 raise RunFailure(
-                    f"{self._cluster.hung(list(self._handlers), self._stalled_after_s)}; {self.describe()}"
+                    f"{self._cluster.hung(list(self._handlers), self._stalled_after_s)}; {self._describe()}"
                 )
 
     def wait(self, references: list[Any]) -> None:

@@ -109,7 +109,7 @@ def check_acceptance(
     tolerance: share of the expected gain that may be missing. The numbers are empty if the step has no evidence on the drafter.
     """
     # After a pause in drafting, the expected acceptance of a rollout is unknown.
-    serving = evidence.serving.version
+    serving = evidence.versions.drafter
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
     counts, expected = total_counts(map(drafter_counts, rollouts)), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):

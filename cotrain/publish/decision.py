@@ -67,36 +67,37 @@ class Judgement(NamedTuple):
     """What the candidate is expected to reach."""
 
 
-def alarmed(step: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
+def alarmed(step: int, version: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
     """Return the outcome of a step with alarms: whatever else there is to decide waits."""
-    events = [DrafterEvent(step, "alarm", serving.version, str(alarm), alarm.numbers) for alarm in alarms]
+    events = [DrafterEvent(step, "alarm", version, str(alarm), alarm.numbers) for alarm in alarms]
     return Outcome(serving, events, {f"alarms/{a.name}": 1.0 for a in alarms}, failure=DrafterAlarm(step, alarms))
 
 
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outcome:
     """Make the decision of one step."""
     step, serving, scores = evidence.step, evidence.serving, evidence.scores.gathered or evidence.scores
+    version = evidence.versions.drafter
     outcome = Outcome(serving, [], {}, trains=config.train and step % config.train_every == 0)
 
     def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
-        outcome.events.append(DrafterEvent(step, kind, serving.version, reason, numbers))
+        outcome.events.append(DrafterEvent(step, kind, version, reason, numbers))
 
     if alarms := check_step(evidence, config, total_steps):
-        return alarmed(step, serving, alarms)
+        return alarmed(step, version, serving, alarms)
     if serving.watched:
         numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
         outcome.metrics = {f"canary/{name}": value for name, value in numbers.items()}
         outcome.metrics["canary/step"] = float(CANARY_STEPS - serving.watched + 1)
         if low:
             outcome.metrics["canary/roll_back_to"] = float(serving.last_good)
-            reason = f"version {serving.version}: {low.what}; back to {serving.last_good}"
+            reason = f"version {version}: {low.what}; back to {serving.last_good}"
             note("rolled back", reason, outcome.metrics)
             return outcome
         if numbers:
             serving = replace(serving, watched=serving.watched - 1)
         if not serving.watched:
-            serving = replace(serving, last_good=serving.version)
-            note("kept", f"version {serving.version} is served as expected: kept", outcome.metrics)
+            serving = replace(serving, last_good=version)
+            note("kept", f"version {version} is served as expected: kept", outcome.metrics)
     draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
     unjudged = serving.unjudged + (scores.suffice or enough(draftable))
     if scores.candidate is not None:

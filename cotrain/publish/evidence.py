@@ -15,7 +15,6 @@ CANARY_STEPS = 4
 class Publication:
     """The record of the drafter that serves, with what the next decision must know of earlier ones. Saved in checkpoints."""
 
-    version: int
     last_good: int
     """The last version that was served as expected; a roll-back returns to it."""
     judged_update: int = 0
@@ -27,18 +26,18 @@ class Publication:
     watched: int = 0
     """Number of further steps for which the canary watches the serving drafter."""
 
-    def published(self, version: int, swap_seconds: float, scored: bool) -> "Publication":
+    def published(self, before: int, version: int, swap_seconds: float, scored: bool) -> "Publication":
         """Return the record once a candidate serves. It is watched if it could be scored; otherwise it counts as good.
 
-        The version before it counts as good if at least one step has shown nothing against it.
+        `before`, the version that it replaces, counts as good if at least one step has shown nothing against it.
         """
-        before = self.version if self.watched < CANARY_STEPS else self.last_good
-        last_good, watched = (before, CANARY_STEPS) if scored else (version, 0)
-        return Publication(version, last_good, self.judged_update, 0, swap_seconds, watched)
+        good = before if self.watched < CANARY_STEPS else self.last_good
+        last_good, watched = (good, CANARY_STEPS) if scored else (version, 0)
+        return Publication(last_good, self.judged_update, 0, swap_seconds, watched)
 
     def rolled_back(self, version: int, swap_seconds: float) -> "Publication":
         """Return the record once the weights of the last good version serve again, under a new version number."""
-        return replace(self, version=version, last_good=version, swap_seconds=swap_seconds, watched=0)
+        return replace(self, last_good=version, swap_seconds=swap_seconds, watched=0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Evidence:
     batch: RolloutBatch
     """Each rollout is cut to its last segment, with the counts of that segment: the drafters were scored on these."""
     versions: Versions
-    """The versions that the engines serve, as far as the controller knows."""
+    """The versions that the engines should serve."""
     serving: Publication
     scores: FreshScores
     """Scores of the serving drafter and the candidate, on the same rollouts of this step."""

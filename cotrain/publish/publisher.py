@@ -18,9 +18,10 @@ from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
 from cotrain.publish.evidence import Evidence, Publication
-from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, Versions, WeightPayload
+from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, WeightPayload
 from cotrain.trainer.trainer import FreshScores
 from cotrain.weights.payload import WeightUpdateRefused
+from cotrain.weights.versions import CurrentWeights
 
 DELIVERY_CHECK_STEPS = 10
 """Steps between read-backs of the served drafter weights, besides the read-back of each update. What is lost in between (sleep,
@@ -38,8 +39,6 @@ class PublisherSpec:
     drafter: DrafterConfig
     total_steps: int
     """Steps of the run, over which the probability of a false alarm is split."""
-    max_policy_lag: int
-    """Number of policy versions by which rollouts may lag behind the policy that the engines serve."""
     recomputes: bool
     """Whether a policy update in the middle of a rollout recomputes the KV cache of its text."""
 
@@ -47,8 +46,7 @@ class PublisherSpec:
 def publisher_spec(config: RunConfig) -> PublisherSpec:
     """Return the settings of a run's publisher."""
     assert config.drafter is not None
-    stream = config.stream
-    return PublisherSpec(config.drafter, config.steps, stream.max_policy_lag, stream.on_swap != "keep_kv")
+    return PublisherSpec(config.drafter, config.steps, config.stream.on_swap != "keep_kv")
 
 
 class Engines(Protocol):
@@ -66,7 +64,7 @@ class Engines(Protocol):
     def update_drafter(
         self, payload: WeightPayload, version: int, expected_rates: Sequence[float] | None = None
     ) -> SwapReport:
-        """Put a drafter into all engines, or into none. Raises WeightUpdateRefused."""
+        """Put a drafter into all engines and record it as current, or into none. Raises WeightUpdateRefused."""
 
 
 class Trainer(Protocol):
@@ -93,53 +91,43 @@ class Publisher:
         trainer: Trainer,
         engines: Engines,
         scratch: Path,
-        sent: WeightPayload | None,
-        versions: Versions,
+        current: CurrentWeights,
     ):
-        """sent: the drafter that the engines were started with. versions: the versions that the engines serve."""
+        """current: what the engines serve."""
         self._config, self._total_steps = spec.drafter, spec.total_steps
         self._trainer, self._engines, self._scratch = trainer, engines, scratch
-        self._sent = {} if sent is None else sent.digests
-        self.serving = Publication(versions.drafter, versions.drafter)
-        self._max_policy_lag, self._recomputes = spec.max_policy_lag, spec.recomputes
-        self._known: set[Versions] = set()  # versions that may have generated rollouts still to be seen
+        self._current, self._recomputes = current, spec.recomputes
+        self.serving = Publication(last_good=current.versions.drafter)
         self.mode: str | None = None
         """Note on every step line once alarms have switched speculation off; None before."""
 
     def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
         """Decide on alarms of another check. If so configured, the run continues without speculation after one that is not fatal;
         otherwise the caller must raise Outcome.failure."""
-        return self._switch_off(alarmed(step, self.serving, alarms))
+        return self._switch_off(alarmed(step, self._current.versions.drafter, self.serving, alarms))
 
-    def evaluate(
-        self, step: int, batch: RolloutBatch, versions: Versions, known: Collection[Versions] | None = None
-    ) -> Outcome:
+    def evaluate(self, step: int, batch: RolloutBatch) -> Outcome:
         """Decide on the rollouts that have ended since the last call, and swap. Call it before training on them.
 
-        versions: those that the engines serve. known: all whose rollouts may still be seen; None takes them from the calls
-        before, for a caller that tells of all that its engines have served. Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the
-        one they have.
+        Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the one they have.
         """
-        serving, sent = self.serving, self._sent
-        oldest = versions.policy - self._max_policy_lag
-        earlier = self._known if known is None else known
-        kept = {seen for seen in earlier if seen.policy >= oldest} if self._max_policy_lag else set()
-        self._known = {versions, *kept}
+        serving, versions, current = self.serving, self._current.versions, self._current
+        sent = current.drafter.digests if current.drafter else {}
         batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
-        keep = {serving.version, serving.last_good}
-        scores, metrics = self._trainer.take_in(batch.features, serving.version, keep, serving.judged_update)
+        keep = {versions.drafter, serving.last_good}
+        scores, metrics = self._trainer.take_in(batch.features, versions.drafter, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
-        served_by = np.array(scores.served_by) == serving.version
+        served_by = np.array(scores.served_by) == versions.drafter
         expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.served_digests(sorted(sent), True) if reads_back else []
-        evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, self._known)
+        evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, current.earlier)
         outcome = decide(evidence, self._config, self._total_steps)
         self.serving = outcome.serving
         if outcome.failure is not None:
             self._switch_off(outcome)
         elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
-            self._swap(versions, outcome)
+            self._swap(outcome)
         kinds = {event.kind for event in outcome.events}
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
@@ -170,14 +158,13 @@ class Publisher:
             outcome.failure = None
         return outcome
 
-    def _swap(self, versions: Versions, outcome: Outcome) -> None:
+    def _swap(self, outcome: Outcome) -> None:
         """Freeze the weights under the next version number and send them to the engines."""
-        event, expected = outcome.events[-1], outcome.expected
+        event, expected, before = outcome.events[-1], outcome.expected, self._current.versions.drafter
         rolls_back = event.kind == "rolled back"
         version = self._trainer.publish(self.serving.last_good if rolls_back else None)
         payload = self._trainer.write_payload(self._scratch / DRAFTER_FILE, version)
         rates = None if expected is None else expected.rates[-1].tolist()
-        self._known.add(Versions(versions.policy, version))
         try:
             outcome.swap = swap = self._engines.update_drafter(payload, version, rates)
         except WeightUpdateRefused as error:
@@ -188,8 +175,8 @@ class Publisher:
             self._engines.clear_drafter_cache()  # the bad drafter may have left NaN there
             self.serving = self.serving.rolled_back(version, swap.seconds)
         else:
-            self.serving = self.serving.published(version, swap.seconds, expected is not None)
-        self._sent, outcome.events[-1] = payload.digests, replace(event, version=version)
+            self.serving = self.serving.published(before, version, swap.seconds, expected is not None)
+        outcome.events[-1] = replace(event, version=version)
 
 
 def _expected_metrics(expected: ExpectedAcceptance | None, counts: SpeculationCounts | None) -> dict[str, float]:

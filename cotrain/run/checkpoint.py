@@ -28,7 +28,7 @@ from drafters.files import CONFIG, GENERATION_CONFIG, INDEX, flush, write_json
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 9
+SCHEMA = 10
 MIB, FINGERPRINT_MIB = 2**20, 1024
 FREE_BELOW = (
     "drafter.on_drafter_failure", "drafter.alarms.", "lossless.", "policy.micro_batch_tokens", "policy.num_processes",

@@ -13,7 +13,7 @@ from cotrain.run.metrics import metrics_of, speculation_metrics
 
 def rollout_metrics(
     rollouts: list[ScoredRollout],
-    window: RolloutBatch | None,
+    window: RolloutBatch,
     drafter_version: int,
     recomputes: bool,
     num_engines: int = 1,
@@ -38,9 +38,8 @@ def rollout_metrics(
         counts = total_counts(c for v, c in by_versions.items() if v.drafter == drafter_version - age)
         if counts is not None and counts.num_drafts:
             metrics |= {f"rollout/acceptance_length_{name}": counts.acceptance_length} | metrics_of(counts, age)
-    if window is None:
-        return metrics
-    metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
+    if window.seconds:
+        metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
     metrics |= {} if window.gain is None else window.gain.metrics()
     if stats := window.feature_stats:
         tapped = stats["num_tokens"] or 1

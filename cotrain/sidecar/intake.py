@@ -15,6 +15,7 @@ from cotrain.records import GainReport, Rollout, RolloutBatch, SwapReport, Versi
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.spool import Description, EngineFolder, Finished, Offer, Spool, State, read_json, write_json
+from cotrain.weights.versions import CurrentWeights
 
 KNOWN_HEADS = 64
 """Most policy heads whose version numbers are remembered. A head that comes back later counts as a new policy."""
@@ -136,9 +137,9 @@ def _left_out(state: State) -> Counter[str]:
 class Engines:
     """All engines together, as the publisher calls them. Each follows a change of current.json from its next step on."""
 
-    def __init__(self, spool: Spool, intake: Intake, inherits: bool):
+    def __init__(self, spool: Spool, intake: Intake, current: CurrentWeights, inherits: bool):
         """inherits: whether engines live that may serve a drafter of an earlier trainer."""
-        self._path, self._intake, self._offer = spool.current, intake, Offer()
+        self._path, self._intake, self._offer, self.current = spool.current, intake, Offer(), current
         self.version = None if inherits else 0
         """The drafter version that was sent last; 0 is the one that engines start with."""
         self._generated: dict[str, int] = {}
@@ -165,6 +166,7 @@ class Engines:
         self._generated = {name: state.counts["generated_tokens"] for name, state in self._intake.engines.items()}
         self.version, rates = version, None if expected_rates is None else list(expected_rates)
         self._write(Offer(version, self._offer.on, str(path), payload.digests, rates))
+        self.current.record_drafter(payload, version)
         return SwapReport(0.0, payload.num_bytes)
 
     def answers(self) -> tuple[list[str], bool]:

@@ -70,7 +70,7 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     speculation |= config.model_dump(include={"num_speculative_tokens", "draft_sample_method"})
     fixed = repr((model, speculation, config.adaptive, trainer.drafter.shape))
     if not inherits:
-        trainer.save_checkpoint(spool.initial, state.drafting["serving"]["version"] if state.drafting else 0)
+        trainer.save_checkpoint(spool.initial, state.versions.drafter)
         write_json(spool.initial / FIXED, fixed)
     elif read_json(spool.initial / FIXED, str) != fixed:
         what = "another policy, shape of drafter, draft length or adaptive"

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.publish.decision import Outcome
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
-from cotrain.records import ScoredRollout, Versions
+from cotrain.records import ScoredRollout
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import DrafterEvent, RowFile, read_rows
@@ -25,6 +25,7 @@ from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
 from cotrain.trainer.trainer import enough
 from cotrain.transport.spool import Verdict
+from cotrain.weights.versions import CurrentWeights
 
 POLL_SECONDS, SILENT_SECONDS = 0.05, 60.0
 MOST_ROUNDS = 10_000  # the chance of a false alarm is shared out over these, since a sidecar has no planned end
@@ -62,17 +63,15 @@ class DrafterService:
         self._metrics, self._decisions = (RowFile(file, resumed_step=state.step) for file in files)
         heads = dict(state.task_position or {})
         self._intake = Intake(prepared.spool, prepared.trainer, config.num_speculative_tokens, heads)
-        self._engines = Engines(prepared.spool, self._intake, prepared.inherits)
-        # An alarm may end a host's speculation, but never the host. Its rollouts may be of any earlier policy: sys.maxsize.
+        current = CurrentWeights(state.versions, sys.maxsize)  # a host's rollouts may be of any earlier policy
+        self._engines = Engines(prepared.spool, self._intake, current, prepared.inherits)
+        # An alarm may end a host's speculation, but never the host.
         drafter = config.drafter.model_copy(update={"on_drafter_failure": "continue"})
-        spec, scratch = (
-            PublisherSpec(drafter, MOST_ROUNDS, sys.maxsize, recomputes=False),
-            prepared.spool.current.parent,
-        )
-        self._publisher = Publisher(spec, prepared.trainer, self._engines, scratch, None, state.versions)
+        spec, scratch = PublisherSpec(drafter, MOST_ROUNDS, recomputes=False), prepared.spool.current.parent
+        self._publisher = Publisher(spec, prepared.trainer, self._engines, scratch, current)
         if state.drafting is not None:
             self._publisher.load_state(state.drafting)
-        self._pending: tuple[int, Outcome] | None = None
+        self._pending: tuple[int, int, Outcome] | None = None  # step, version to go back to, and what was decided
         self._ended = time.monotonic()
         self._said: dict[str, str] = {}
 
@@ -92,7 +91,7 @@ class DrafterService:
         self._settle(ends=True)
         if self._state.step > saved:
             self._save()
-        rounds = f"{self._state.step} rounds, drafter version {self._publisher.serving.version} serves"
+        rounds = f"{self._state.step} rounds, drafter version {self._engines.current.versions.drafter} serves"
         self._console.say(f"{rounds}; go on with: cotrain sidecar {self._prepared.run_dir.resume}")
         return self._intake.in_words(of_all=True)
 
@@ -111,8 +110,8 @@ class DrafterService:
             )
             if state.reason is None and name not in self._said:
                 self._prepared.trainer.serve_as(state.dtype)
-                if self._engines.version != self._publisher.serving.version:  # it has started with another drafter
-                    self._send(self._publisher.serving.version)
+                if self._engines.version != (serving := self._engines.current.versions.drafter):
+                    self._send(serving)  # it has started with another drafter
         for key, text in said.items():
             if key not in self._said:
                 self._console.say(text)
@@ -126,7 +125,7 @@ class DrafterService:
         """Return whether no publication is running. One that every working engine serves is kept, and a refused one undone."""
         if self._pending is None:
             return True
-        step, outcome = self._pending
+        step, before, outcome = self._pending
         refusals, is_served = self._engines.answers()
         if not (refusals or is_served or ends):
             return False
@@ -135,14 +134,13 @@ class DrafterService:
             reason = f"version {event.version} refused, all engines keep what they serve: {refusals[0]}"
             event = replace(event, kind="refused", reason=reason, numbers={})
             self._publisher.take_back(outcome)
-            self._send(outcome.serving.version)
+            self._send(before)
         else:
             config, folder = self._prepared.config, self._prepared.run_dir.drafter(event.version)
             self._prepared.trainer.save_checkpoint(folder, event.version)
             tags = {"init": config.drafter.init or "random", "decision": event.reason}
             tags["data_fingerprint"] = f"{config.name}:the host's requests to round {step - 1}"
-            served = replace(self._state.versions, drafter=event.version)
-            self._tracker.log_drafter(folder, served, step, outcome.promised, tags)
+            self._tracker.log_drafter(folder, self._engines.current.versions, step, outcome.promised, tags)
         self._note([event])
         return True
 
@@ -158,12 +156,12 @@ class DrafterService:
         publisher, trainer, step = self._publisher, self._prepared.trainer, self._state.step + 1
         seconds, self._ended = time.monotonic() - self._ended, time.monotonic()
         left_out, batch = self._intake.in_words(), self._intake.take(seconds)
-        versions = Versions(max(rollout.versions.policy for rollout in batch.rollouts), publisher.serving.version)
-        seen = {r.versions for r in batch.rollouts if r.versions.drafter <= trainer.drafter_version}
-        outcome = publisher.evaluate(step, batch, versions, seen)
-        self._pending = (step, outcome) if outcome.swap is not None else None
+        seen, current = {rollout.versions for rollout in batch.rollouts}, self._engines.current
+        current.observe(max(v.policy for v in seen), [v for v in seen if v.drafter <= trainer.drafter_version])
+        versions, outcome = current.versions, publisher.evaluate(step, batch)
+        self._pending = (step, versions.drafter, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
-        self._state = replace(self._state, step=step, versions=versions, seconds=self._state.seconds + seconds)
+        self._state = replace(self._state, step=step, seconds=self._state.seconds + seconds)
         scored = [ScoredRollout(rollout, 0.0, 0.0) for rollout in batch.rollouts]
         row = rollout_metrics(scored, batch, versions.drafter, recomputes=False)
         row = {name: value for name, value in row.items() if not name.startswith("policy/")} | outcome.metrics
@@ -187,9 +185,8 @@ class DrafterService:
     def _save(self) -> int:
         """Save a checkpoint of everything but the tokens and hidden states of requests. Returns the round."""
         trainer, config, run_dir = self._prepared.trainer, self._prepared.config, self._prepared.run_dir
-        served = replace(self._state.versions, drafter=trainer.drafter_version)
-        drafting = self._publisher.state()
-        state = replace(self._state, versions=served, task_position=self._intake.heads, drafting=drafting)
+        versions, drafting = self._engines.current.versions, self._publisher.state()
+        state = replace(self._state, versions=versions, task_position=self._intake.heads, drafting=drafting)
         with new_checkpoint(run_dir, state, config.checkpoint.keep_last) as folder:
             trainer.save(folder / "trainer", with_features=False)
         return state.step

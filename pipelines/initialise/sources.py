@@ -14,10 +14,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from cotrain.actors.engines import derived_seed
 from cotrain.config.schema import DatasetRollouts, RecordedRollouts, RunConfig
 from cotrain.engine.engine import RolloutEngine
-from cotrain.records import RolloutRequest
+from cotrain.records import RolloutRequest, derived_seed
 from cotrain.run.console import duration
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.base import build_task

@@ -184,7 +184,7 @@ def greedy_rollouts(
     try:
         engines.set_num_speculative_tokens(num_speculative_tokens)
         engines.reset_prefix_cache()
-        return engines.generate(requests, tap=False, **sampling).rollouts
+        return engines.generate(requests, **sampling)
     finally:
         engines.set_num_speculative_tokens(None)
         engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
@@ -213,7 +213,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
     store, commands = uri_argument(tracker.uri), {}
     if not finished:
         commands["go on"] = f"cotrain train {run_dir.resume}"
-    elif controller.versions.drafter and config.tracking.log_drafters:
+    elif controller.roles.current.versions.drafter and config.tracking.log_drafters:
         registered = f"{tracker.registered_model}@serving"
         lines["drafter"] = f"models:/{registered} in MLflow; serves in stock vLLM as it is"
         drafter = f"--model {config.policy.model} --drafter my-drafter"

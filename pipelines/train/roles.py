@@ -8,8 +8,9 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
-from cotrain.loop.controller import HISTORY, POLICY_FILE, Roles
+from cotrain.loop.controller import HISTORY, POLICY_FILE
 from cotrain.loop.reactor import Reactor
+from cotrain.loop.roles import Roles
 from cotrain.process.cluster import Cluster
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, publisher_spec
 from cotrain.run.checkpoint import RunState
@@ -18,6 +19,7 @@ from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.prompts import load_tokenizer
 from cotrain.transport.nodes import Nodes
+from cotrain.weights.versions import CurrentWeights
 
 
 def start_roles(
@@ -28,8 +30,10 @@ def start_roles(
     `ready` is called with the name of each ready part. The drafter starts first, because the engines need its folder.
     """
     versions, drafter, serving = state.versions, None, None
+    current = CurrentWeights(versions, config.stream.max_policy_lag)
     model_path = nodes.model_path
-    engines, rewards = RolloutEngines(cluster, nodes, config), Rewards(cluster, nodes, config)
+    reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), Rewards(cluster, nodes, config)
+    engines = RolloutEngines(cluster, nodes, config, current, reactor.add)
     if config.drafter is not None:
         init = first_drafter(tracking_uri(config), config.drafter.init, model_path, run_dir.path / "drafter_init")
         drafter = start_drafter(cluster, nodes, config, init)
@@ -39,7 +43,7 @@ def start_roles(
         # Written again on a resume too, because a run that was killed may have left half of it.
         drafter.save_checkpoint(run_dir.drafter(versions.drafter), versions.drafter)
         ready("drafter")
-    loading = engines.start(serving, versions, state.step, run_dir.drafter(versions.drafter))
+    loading = engines.start(serving, state.step, run_dir.drafter(versions.drafter))
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
     tokenizer = load_tokenizer(model_path)
@@ -60,7 +64,6 @@ def start_roles(
     publisher = None
     if drafter is not None:
         scratch = nodes.scratch[drafter.node]
-        sent = drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter)
-        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, sent, versions)
-    reactor = Reactor(cluster, config.cluster.hang_after_s)
-    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes)
+        current.record_drafter(drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter), versions.drafter)
+        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, current)
+    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.loop.controller import Controller, Records, Roles
+from cotrain.loop.controller import Controller, Records
 from cotrain.loop.producer import Prompts
+from cotrain.loop.roles import Roles
 from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import (
     Prompt,
@@ -19,6 +20,7 @@ from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.prompts import PromptOrder
+from cotrain.weights.versions import CurrentWeights
 from tests.cotrain import simulated_roles
 from tests.cotrain.publish.simulated_run import PROMPTS, SAMPLES, World
 from tests.cotrain.simulated_roles import TOKENIZER, Drafter, Nodes, Policy, Reactor, Rewards, Tracker
@@ -27,8 +29,8 @@ from tests.cotrain.simulated_roles import TOKENIZER, Drafter, Nodes, Policy, Rea
 @pytest.fixture
 def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A controller in a run folder of its own; a second one of the same name resumes it."""
-    monkeypatch.setattr("cotrain.loop.controller.check_features", lambda *_: 0.0)
-    monkeypatch.setattr("cotrain.loop.controller.check_records", lambda *_: None)
+    monkeypatch.setattr("cotrain.loop.checks.check_features", lambda *_: 0.0)
+    monkeypatch.setattr("cotrain.loop.checks.check_records", lambda *_: None)
     opened: list[Any] = []
 
     def build(
@@ -57,9 +59,10 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), None, {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
-        publisher = Publisher(publisher_spec(config), world, world, tmp_path, None, state.versions)
+        current = world.current = CurrentWeights(state.versions, config.stream.max_policy_lag)
+        publisher = Publisher(publisher_spec(config), world, world, tmp_path, current)
         learners: Any = (Policy(), Drafter(world), publisher)
-        roles: Any = Roles(simulated_roles.Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path))  # type: ignore[arg-type]
+        roles: Any = Roles(simulated_roles.Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]

@@ -51,6 +51,7 @@ class Engines:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
 
     def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool) -> SwapReport:
+        self.world.current.record_policy(payload, version)
         return SwapReport(0.2, 10)
 
 
@@ -81,6 +82,8 @@ class Reactor:
             handler(result)
 
     def wait(self, references: Any) -> None: ...
+
+    def watch(self, tick: Any, describe: Any) -> None: ...
 
 
 class Learner:

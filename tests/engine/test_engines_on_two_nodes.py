@@ -15,10 +15,11 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.process.failures import RunFailure
-from cotrain.records import Versions
+from cotrain.records import Rollout, Versions
 from cotrain.run.provenance import package_versions
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import Drafter
 from tests.engine.conftest import ROOT, SERVING, make_requests, tokens
 from tests.engine.two_nodes import TwoNodes, cut_off
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.engine
 def together(
     address: str, target_folder: Path, drafter_folder: Path, rollout_config: RolloutConfig,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[RolloutEngines, Nodes, Any]]:  # fmt: skip
+) -> Iterator[tuple[RolloutEngines, Nodes, Any, list[Any]]]:  # fmt: skip
     """An engine on each node, in this process's hands."""
     from cotrain.process.cluster import Cluster
 
@@ -43,18 +44,20 @@ def together(
     nodes = Nodes(cluster, "two")
     (folder / "config.json").write_text("{}")
     nodes.check(folder / "config.json", "tiny:llama")
-    engines = RolloutEngines(cluster, nodes, config)
-    cluster.get(engines.start(SERVING, Versions(0, 0), 0, drafter_folder))
-    yield engines, nodes, cluster
+    begun: list[Any] = []
+    current = CurrentWeights(Versions(0, 0))
+    engines = RolloutEngines(cluster, nodes, config, current, lambda *start: begun.append(start))
+    cluster.get(engines.start(SERVING, 0, drafter_folder))
+    yield engines, nodes, cluster, begun
     nodes.close()
     cluster.stop()
 
 
 def test_weights_reach_both_nodes_or_none(
-    together: tuple[RolloutEngines, Nodes, Any], fitted_drafter: Drafter, moved_target_state: dict[str, torch.Tensor],
+    together: tuple[RolloutEngines, Nodes, Any, list[Any]], fitted_drafter: Drafter, moved_target_state: dict[str, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    engines, nodes, cluster = together
+    engines, nodes, cluster, _ = together
     assert len(set(engines.node_of)) == len(nodes.scratch) == 2
     first, second = (
         {
@@ -84,25 +87,30 @@ def test_weights_reach_both_nodes_or_none(
         engines.update_drafter(better, 2)
     monkeypatch.undo()
     assert engines.served_digests(sorted(good.digests), True) == [good.digests] * 2
-    batch = engines.generate(make_requests(4))
-    assert {rollout.versions for rollout in batch.rollouts} == {Versions(1, 1)}
-    brought = [nodes.bring(path, nodes.local, move=True) for path in batch.features]
+    generating = [engines.begin_generate(engine, make_requests(2, first=2 * engine), True) for engine in (0, 1)]
+    batches = cluster.get(generating)
+    assert {rollout.versions for batch in batches for rollout in batch.rollouts} == {Versions(1, 1)}
+    brought = [nodes.bring(path, nodes.local, move=True) for batch in batches for path in batch.features]
     assert len(brought) == 2 and all(Path(shard).is_relative_to(nodes.scratch[nodes.local]) for shard in brought)
 
 
-def alike(texts: list[list[int]], others: list[list[int]]) -> bool:
+def texts(rollouts: list[Rollout]) -> list[list[int]]:
+    return [rollout.token_ids for rollout in rollouts]
+
+
+def alike(some: list[list[int]], others: list[list[int]]) -> bool:
     """Are they the same but for one? Batches of other sizes round otherwise, which can turn a near-tie of two tokens."""
-    return sum(a != b for a, b in zip(texts, others, strict=True)) <= 1
+    return sum(a != b for a, b in zip(some, others, strict=True)) <= 1
 
 
 def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record(
-    together: tuple[RolloutEngines, Nodes, Any],
+    together: tuple[RolloutEngines, Nodes, Any, list[Any]],
 ) -> None:
-    engines, _, cluster = together
+    engines, _, cluster, begun = together
     requests = [replace(request, seed=None) for request in make_requests(8)]
     greedy = {"temperature": 0.0, "seed": None}
-    alone = tokens(engines.generate(requests[:4], tap=False, **greedy))
-    digests = [engines._policy[0].digests, engines._drafter[0].digests]  # type: ignore[index]
+    alone = texts(engines.generate(requests[:4], **greedy))
+    digests = [engines._current.policy.digests, engines._current.drafter.digests]  # type: ignore[union-attr]
     pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
     started = [engines._actors[e].call.remote("generate", requests[:4], False, **greedy) for e in (0, 1)]
     os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
@@ -110,23 +118,21 @@ def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record
     assert alike(tokens(survivor), alone)
     with pytest.raises(RunFailure) as failure:
         cluster.get(started[1:])
-    begun: list[tuple[int, Any]] = []
-    engines.starts = lambda *starts: begun.append(starts)
     engines.lose(1, failure.value)
-    assert engines.in_dispatch == [0] and alike(tokens(engines.generate(requests[:4], tap=False, **greedy)), alone)
-    [(engine, starting)] = begun
-    cluster.get([starting])
-    engines.come_back(engine)
+    assert engines.in_dispatch == [0] and alike(texts(engines.generate(requests[:4], **greedy)), alone)
+    [(starting, started, _)] = begun
+    started(*cluster.get([starting]))
+    begun.clear()
     assert engines.in_dispatch == [0, 1]
     for of_record, draft in zip(digests, (False, True), strict=True):
         assert engines.served_digests(sorted(of_record), draft) == [of_record] * 2
-    assert alike(tokens(engines.generate(requests[:4], tap=False, **greedy)), alone)
+    assert alike(texts(engines.generate(requests[:4], **greedy)), alone)
 
 
 def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_refused(
-    together: tuple[RolloutEngines, Nodes, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    together: tuple[RolloutEngines, Nodes, Any, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, nodes, _ = together
+    _, nodes, _, _ = together
     call = nodes.call
     marker = tmp_path / "config.json"
     marker.write_text("{}")
@@ -150,16 +156,13 @@ def test_a_node_with_other_software_another_model_or_without_the_run_folder_is_r
 
 
 def test_a_node_that_is_gone_takes_its_engine_with_it_and_nothing_else(
-    two_nodes: TwoNodes, together: tuple[RolloutEngines, Nodes, Any], target_state: dict[str, torch.Tensor]
+    two_nodes: TwoNodes, together: tuple[RolloutEngines, Nodes, Any, list[Any]], target_state: dict[str, torch.Tensor]
 ) -> None:
-    engines, nodes, _ = together
+    engines, nodes, _, begun = together
     [remote] = nodes.scratch.keys() - {nodes.local}
     gone = engines.node_of.index(remote)
     cut_off(two_nodes.second)
     policy = write_payload(target_state, nodes.scratch[nodes.local] / "policy.safetensors", torch.float32)
-    begun: list[tuple[int, Any]] = []
-    engines.starts = lambda *starts: begun.append(starts)
     engines.update_policy(policy, 2)
     assert engines.in_dispatch == [1 - gone] and begun == []
-    batch = engines.generate(make_requests(4), tap=False)
-    assert {rollout.versions.policy for rollout in batch.rollouts} == {2}
+    assert {rollout.versions.policy for rollout in engines.generate(make_requests(4))} == {2}

@@ -21,11 +21,11 @@ from cotrain.actors.policy import Policy, PolicyActor, start_policy
 from cotrain.config.schema import PolicyConfig, RolloutConfig, RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
-from cotrain.process.calls import begin
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions, WeightPayload
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import write_payload
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import Drafter
 from drafters.files import WEIGHTS
 from tests.engine.conftest import SERVING, make_requests
@@ -49,8 +49,18 @@ class GlooPolicyActor(PolicyActor):
 
 
 @pytest.fixture(scope="module")
+def begun() -> list[Any]:
+    """Engines that are being started again: reference, and handlers of its result and of a death."""
+    return []
+
+
+@pytest.fixture(scope="module")
 def roles(
-    target_folder: Path, drafter_folder: Path, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+    begun: list[Any],
+    target_folder: Path,
+    drafter_folder: Path,
+    rollout_config: RolloutConfig,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[RolloutEngines, Policy, Nodes, Any]]:
     from cotrain.process.cluster import Cluster
 
@@ -68,8 +78,9 @@ def roles(
         nodes = Nodes(cluster, "transfer")
         (folder / "config.json").write_text("{}")
         nodes.check(folder / "config.json", "tiny:llama")
-        engines = RolloutEngines(cluster, nodes, config)
-        starting = engines.start(SERVING, Versions(0, 0), 0, drafter_folder)
+        current = CurrentWeights(Versions(0, 0))
+        engines = RolloutEngines(cluster, nodes, config, current, lambda *start: begun.append(start))
+        starting = engines.start(SERVING, 0, drafter_folder)
         learner = start_policy(cluster, nodes, config)
         engines.receive_from(learner)
         cluster.get(starting)
@@ -92,7 +103,7 @@ def compare_all(roles: tuple[RolloutEngines, Policy, Nodes, Any], folder: Path) 
     whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
         looks = whole.path, whole.digests, turn, True
-        at._ask((0, 1), lambda e, looks=looks: begin(e, RolloutEngine.on_workers, EngineWorker.update_policy, *looks))
+        at.call_all(RolloutEngine.on_workers, EngineWorker.update_policy, *looks)
     return whole
 
 
@@ -112,7 +123,7 @@ def test_all_engines_serve_what_the_learner_has_while_they_generate(
 
 
 def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_record(
-    roles: tuple[RolloutEngines, Policy, Nodes, Any], fitted_drafter: Drafter, tmp_path: Path
+    roles: tuple[RolloutEngines, Policy, Nodes, Any], begun: list[Any], fitted_drafter: Drafter, tmp_path: Path
 ) -> None:
     engines, _, nodes, cluster = roles
     pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
@@ -120,22 +131,19 @@ def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_
     os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
     with pytest.raises(RunFailure) as failure:
         cluster.get([running])
-    started: list[tuple[int, Any]] = []
-    engines.starts = lambda *starts: started.append(starts)
     engines.lose(1, failure.value)
-    [(engine, starting)] = started
+    [(starting, started, _)] = begun
     drafter = write_payload(
         fitted_drafter.state_for_serving(), nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32
     )
     engines.update_drafter(drafter, 1)
-    cluster.get([starting])
-    engines.come_back(engine)
+    started(*cluster.get([starting]))
     assert engines.in_dispatch == [0]
     engines.update_policy(next_policy(roles, 2), 2)
     assert engines.in_dispatch == [0, 1]
     compare_all(roles, tmp_path)
     assert engines.served_digests(sorted(drafter.digests), True) == [drafter.digests] * 2
-    versions = {rollout.versions for rollout in engines.generate(make_requests(4)).rollouts}
+    versions = {rollout.versions for rollout in engines.generate(make_requests(4))}
     assert versions == {Versions(2, 1)}
 
 

@@ -42,8 +42,12 @@ def watch_return() -> None:
 
     def watched(engines: RolloutEngines, engine: int) -> None:
         come_back(engines, engine)
-        assert engines._policy is not None and engines._drafter is not None
-        for (payload, version), draft in ((engines._policy, False), (engines._drafter, True)):
+        current, versions = engines._current, engines._current.versions
+        for payload, version, draft in (
+            (current.policy, versions.policy, False),
+            (current.drafter, versions.drafter, True),
+        ):
+            assert payload is not None
             served = engines.served_digests(sorted(payload.digests), draft)
             note(update="come_back", version=version, sent=payload.digests, served=served, engine=engine)
 

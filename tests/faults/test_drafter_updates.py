@@ -111,8 +111,7 @@ def test_4_scrambled_heads(fresh: LiveEngine, fitted_drafter: Drafter, fault: Fa
     good_version = fresh.engine.versions.drafter
     expected = expected_from(fresh.generate(requests).rollouts)
     fresh.send_drafter(interleaved(good))
-    serving = Publication(good_version, good_version)
-    serving = serving.published(fresh.engine.versions.drafter, 0.1, scored=True)
+    serving = Publication(good_version).published(good_version, fresh.engine.versions.drafter, 0.1, scored=True)
     batch = fresh.generate(requests)
     evidence = evidence_of(batch, fresh.engine.versions, expected=expected, serving=serving)
     decision = decide(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=STEPS)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions
+from cotrain.records import Rollout, RolloutRequest, Versions
 from pipelines.train.joint import greedy_rollouts
 
 
@@ -17,15 +17,13 @@ class ScriptedEngines:
         self.asked: list[tuple[int | None, dict[str, Any]]] = []
         self.broken = False
 
-    def generate(self, requests: list[RolloutRequest], tap: bool, **sampling: Any) -> RolloutBatch:
+    def generate(self, requests: list[RolloutRequest], **sampling: Any) -> list[Rollout]:
         assert self.cached_by is None, "answered from the other arm's prefix cache"
-        assert not tap
         if self.broken:
             raise RuntimeError("no engine is left")
         self.cached_by = self.num_speculative_tokens
         self.asked.append((self.num_speculative_tokens, sampling))
-        rollouts = [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0), None) for r in requests]
-        return RolloutBatch(rollouts, [], None, 1.0, 1)
+        return [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0), None) for r in requests]
 
     def call(self, method: str, *args: Any) -> None:
         getattr(self, method)(*args)

@@ -22,8 +22,8 @@ from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.host.policy_watch import PolicyWatch
 from cotrain.engine.host.scheduling import REPORT_SECONDS, Stamp
 from cotrain.engine.interface import attached, wrap
+from cotrain.engine.loading import ModelWeights
 from cotrain.engine.model_runner_v2 import SpeculatorHook
-from cotrain.engine.weight_transfer import ServedWeights
 from cotrain.records import GainReport, Segment, Versions
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.spool import Description, EngineFolder, Finished, Settings, State, write_json
@@ -82,7 +82,7 @@ class WorkerSidecar:
         self._reported: tuple[float, list[str]] = 0.0, []  # when, and which hooks were off
         cpu.correct()
         draft, kept = worker.speculative_config.draft_model_config, engine.folder / "kept" / "drafter"
-        self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
+        self._weights = ModelWeights(worker.get_draft_model(), draft, kept, worker.get_model())
         self._policy = PolicyWatch(worker, engine.policies)
         self._policy.write()
         self._state = State(os.getpid(), None, __version__, str(worker.model_config.dtype).removeprefix("torch."))

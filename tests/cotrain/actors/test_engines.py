@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from cotrain.actors.engines import MOST_RESTARTS, RolloutEngines
+from cotrain.actors.engines import RolloutEngines
+from cotrain.actors.replicas import MOST_RESTARTS
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
 from cotrain.weights.payload import WeightUpdateRefused
+from cotrain.weights.versions import CurrentWeights
 from drafters.base import ServingSpec
 
 PAYLOAD = WeightPayload("drafter.safetensors", 10, {"fc.weight": "00"})
@@ -113,13 +115,13 @@ class Engines(RolloutEngines):
         node_of = {f"rollout_{i}": f"node of rollout_{i}" for i in range(len(engines))}
         scratch = {node: Path("shm") / node for node in node_of.values()}
         nodes = SimpleNamespace(bring=lambda path, node: f"{node}/{path}", model_path="m", scratch=scratch)
-        super().__init__(Cluster(node_of), nodes, config)  # type: ignore[arg-type]
         self.starting: list[Any] = []
-        self.starts = lambda *started: self.starting.append(started)
+        current = CurrentWeights(Versions(0, 0))
+        super().__init__(Cluster(node_of), nodes, config, current, lambda *started: self.starting.append(started))  # type: ignore[arg-type]
         self.start_after(0)
 
     def start_after(self, step: int) -> list[Any]:
-        return self.start(ServingSpec("eagle3"), Versions(0, 0), step, Path("v0000"))
+        return self.start(ServingSpec("eagle3"), step, Path("v0000"))
 
     def _new_actor(self, engine: int) -> Any:
         if engine in getattr(self, "_away", ()):
@@ -179,13 +181,15 @@ def test_an_engine_that_dies_is_out_until_it_serves_what_is_of_record() -> None:
     dead = engines._actors[1]
     assert engines.update_drafter(PAYLOAD, 3).seconds == pytest.approx(0.3)
     assert engines.in_dispatch == [0] and engines._cluster.killed == [dead]  # type: ignore[attr-defined]
-    [(engine, (_, spec))] = engines.starting
-    assert (engine, spec.drafter_folder, str(spec.versions)) == (1, "v0000", "p0-d0"), "it starts as it did first"
+    [((_, spec), started, _)] = engines.starting
+    assert (spec.scratch[-1], spec.drafter_folder, str(spec.versions)) == ("1", "v0000", "p0-d0"), (
+        "it starts as it did first"
+    )
     engines.update_policy(PAYLOAD, 5)
     assert engines.stand_ins[1].log == [], "nothing is asked of an engine that starts"
     engines.set_num_speculative_tokens(3)
     engines.set_num_speculative_tokens(0)
-    engines.come_back(1)
+    started(None)
     back = ["node of rollout_1/drafter.safetensors p5", "update", "draft 0"]
     assert engines.in_dispatch == [0, 1] and engines.stand_ins[1].log == back
     assert engines.stand_ins[1].served == [0, 3], "and it is given what is of record"

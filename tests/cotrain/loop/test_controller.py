@@ -2,7 +2,7 @@
 
 import shutil
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from cotrain.records import (
     RolloutBatch,
     RolloutRequest,
     Versions,
+    WeightPayload,
     Window,
 )
 from cotrain.run.checkpoint import RunState, latest_checkpoint
@@ -172,7 +173,7 @@ def test_three_steps_and_a_resume_equal_six_in_one_go(start: Any) -> None:
 def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(GOOD)
     controller = start(world, lossless={"every": 2, "max_share": 1.0})
-    controller.run_seconds = 1e6  # checks are affordable, however long the first one takes
+    controller.state = replace(controller.state, seconds=1e6)  # checks are affordable, however long the first one takes
     rows = go(controller, 3)
     assert [row.get("lossless/passed") for row in rows] == [1.0, None, 1.0]
     monkeypatch.setattr(Policy, "biased", True)
@@ -266,7 +267,8 @@ def test_a_step_without_ended_groups_still_reads_the_weights_back_and_trains(
     monkeypatch.setattr("cotrain.publish.publisher.DELIVERY_CHECK_STEPS", 4)
     world = World(GOOD)
     controller = resume_with_scored_groups(world)
-    controller.roles.publisher._sent, world.lost = {"fc.weight": "0"}, lost
+    world.current.record_drafter(WeightPayload("", 0, {"fc.weight": "0"}), 0)
+    world.lost = lost
     with pytest.raises(DrafterAlarm, match="weights_differ") if lost else nullcontext():
         go(controller, 4)
     assert world.calls == ["take_in", *([] if lost else ["train"])]
@@ -280,7 +282,7 @@ def test_what_cannot_be_saved_ends_the_run_before_its_first_step(start: Any, mon
         go(controller, 2)
     assert controller.step == 0 and read_rows(controller.run_dir.metrics) == []
     monkeypatch.undo()
-    monkeypatch.setattr(controller.monitor, "state", lambda: {"tokens": object()})
+    monkeypatch.setattr(controller.checks.monitor, "state", lambda: {"tokens": object()})
     with pytest.raises(RunFailure, match=r"cannot be saved.*: .*object is not JSON serializable"):
         go(controller, 2)
     monkeypatch.undo()
@@ -304,7 +306,7 @@ def test_features_of_other_layers_stop_it_before_anything_is_trained(
     def fail(*_: Any) -> None:
         raise SelfCheckFailed("configured [2, 4, 5], they look like layers [3, 5, 5]")
 
-    monkeypatch.setattr("cotrain.loop.controller.check_features", fail)
+    monkeypatch.setattr("cotrain.loop.checks.check_features", fail)
     with pytest.raises(SelfCheckFailed, match="they look like layers"):
         go(controller, 1)
     assert world.calls == []

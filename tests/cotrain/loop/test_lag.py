@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cotrain.acceptance_stats import counts_by_versions, counts_of_steps, last_segment, total_counts
-from cotrain.actors.engines import merge
 from cotrain.loop.ledger import check_lag
+from cotrain.loop.windows import StepWindow, merge
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout, Segment, Versions
 from cotrain.run.step_metrics import lag_metrics, rollout_metrics
@@ -88,7 +88,7 @@ def test_verification_steps_are_counted_by_policy_and_drafter() -> None:
     expected[versions[0]] = total_counts([expected[versions[0]], whole.speculation])
     assert found == expected
     assert total_counts(found.values()) == total_counts([mixed.speculation, whole.speculation])
-    row = rollout_metrics([ScoredRollout(r, 0.0, 0.0) for r in (mixed, whole)], None, 1, True)
+    row = rollout_metrics([ScoredRollout(r, 0.0, 0.0) for r in (mixed, whole)], StepWindow().batch, 1, True)
     assert row["rollout/acceptance_length_serving"] == 2 and row["rollout/acceptance_length_previous"] == 2.5
     assert row["rollout/recomputed_tokens"] == 2 + 7  # the prompt and what was there at the new policy, once
     assert not {"rollout/tokens_per_s", "rollout/tap_overhead"} & row.keys()

@@ -13,8 +13,10 @@ import pytest
 
 from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.reactor import Reactor
+from cotrain.loop.roles import Roles
+from cotrain.loop.windows import StepWindow
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions, Window
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.loop.simulated_ray import Cluster, Reference
@@ -23,11 +25,11 @@ P, SAMPLES, NUM_PROMPTS = 4, 2, 40
 
 
 class Engines:
-    def __init__(self) -> None:
+    def __init__(self, reactor: Reactor) -> None:
+        self.reactor = reactor
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
         self.in_dispatch = [0]
-        self.starts: Any = None
         self.shared: list[tuple[int, int]] = []
 
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
@@ -44,12 +46,10 @@ class Engines:
     def lose(self, engine: int, failure: RunFailure) -> None:
         if engine in self.in_dispatch:
             self.in_dispatch.remove(engine)
-            self.starts(engine, Reference(("start", engine)))
+            self.reactor.add(Reference(("start", engine)), lambda _: self.in_dispatch.append(engine))
 
-    def come_back(self, engine: int) -> None:
-        self.in_dispatch.append(engine)
-
-    def give_up(self, engine: int, failure: RunFailure) -> None: ...
+    def take_windows(self) -> dict[int, Window]:
+        return {}
 
 
 class Rewards:
@@ -84,12 +84,14 @@ class Stream:
         prompts = Prompts(
             Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
         )  # type: ignore[arg-type]
-        self.cluster, self.engines, self.rewards = Cluster(), Engines(), Rewards()
+        self.cluster, self.rewards = Cluster(), Rewards()
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
+        self.engines = Engines(self.reactor)
         self.events = RowFile(folder / "stream.jsonl")
-        self.producer = Producer(self.config, self.engines, self.rewards, prompts, self.reactor, self.events)  # type: ignore[arg-type]
+        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None)  # type: ignore[arg-type]
+        self.producer = Producer(self.config, self.roles, prompts, self.events, served, saved)
+        self.prompts = prompts
         self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
-        self.producer.start(served, saved)
         self.cluster.happens = self._answer_all
 
     def _answer_all(self, references: list[Reference]) -> None:
@@ -136,9 +138,10 @@ def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prom
         assert [group.prompt.id for group in taken] == names
         assert stream.engines.calls[-2:] == [(0, names[::2]), (1, names[1::2])]
         assert [group.rewards for group in taken] == [[1.0, 2.0]] * P
-        window = stream.producer.window(str)
-        assert [r.prompt_id for r in window.rollouts[::SAMPLES]] == names[::2] + names[1::2]
-        assert stream.producer.window(str) is None
+        rollouts = [rollout for group in taken for rollout in group.rollouts]
+        window = stream.producer.windows.take(rollouts).batch
+        assert window.rollouts == rollouts and window.num_generated_tokens == 3 * len(rollouts)
+        assert stream.producer.windows.take(rollouts) == StepWindow()
         stream.producer.release()
     assert (
         stream.engines.shared == [(0, 2 * SAMPLES), (1, 2 * SAMPLES)] * 2
@@ -148,14 +151,16 @@ def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prom
 
 def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
     stream, tapped = new(num_engines=2), {"num_rollouts": 4}
-    stream.producer._window = [(e, replace(batch_of([]), features=[f"{e}"], feature_stats=tapped)) for e in (0, 1)]
+    for engine in (0, 1):
+        stream.producer.windows.add(engine, replace(batch_of([]), features=[f"{engine}"], feature_stats=tapped))
 
-    def bring(path: str) -> str:
+    def bring(path: str, node: str, move: bool) -> str:
         if path == "0":
             raise RunFailure("its node has gone")
         return f"brought {path}"
 
-    window = stream.producer.window(bring)
+    stream.roles.drafter, stream.roles.nodes = SimpleNamespace(node="here"), SimpleNamespace(bring=bring)
+    window = stream.producer.windows.take([]).batch
     assert (window.features, window.feature_stats) == (["brought 1"], tapped)
     assert stream.producer.metrics()["drafter/lost_features"] == 4
 
@@ -203,7 +208,7 @@ def test_a_scorer_that_dies_costs_its_group_and_in_the_end_another_prompt_takes_
 
     def answer(reference: Reference) -> None:
         Stream.answer(stream, reference)
-        number = next((n for n, begun in stream.producer._scoring if begun is reference), None)
+        number = next((n for n, begun in stream.producer._scoring._begun.items() if begun is reference), None)
         if number is not None and stream.producer._results[number].prompt.id == first:
             reference.result = RunFailure("rewards: its process has died")
 
@@ -251,12 +256,12 @@ def test_groups_of_an_engine_that_dies_are_generated_elsewhere_until_it_is_back(
 def test_the_time_of_a_scorer_counts_from_when_it_has_started(new: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first scorer hangs once, and each start takes longer than a reward may."""
     stream, now = new(timeout=60), 0.0
-    monkeypatch.setattr("cotrain.loop.producer.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
-    born, ready = dict[int, float](), list[Reference]()
+    monkeypatch.setattr("cotrain.loop.scoring.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    born, ready = dict[int, tuple[float, Reference]](), list[Reference]()
 
     def answer(reference: Reference) -> None:
         kind, _ = reference.what
-        age = now - born.setdefault(id(reference), now)
+        age = now - born.setdefault(id(reference), (now, reference))[0]
         if kind == "scorer starts" and age > 200:
             ready.append(reference)
         waits = {"scorer starts": age <= 200, "score": len(ready) < 2}  # for the second scorer, as the first one hangs
@@ -300,14 +305,14 @@ def test_a_group_that_failed_ends_the_run_between_steps_when_all_else_is_scored(
 
     def answer(reference: Reference) -> None:
         Stream.answer(stream, reference)
-        number = next((n for n, begun in stream.producer._scoring if begun is reference), None)
+        number = next((n for n, begun in stream.producer._scoring._begun.items() if begun is reference), None)
         if number is not None and stream.producer._results[number].prompt.id in second[1:3]:
             reference.result = TaskFailed(f"task.reward raised KeyError in group {number}")
 
     stream.answer = answer
     stream.step()
     if lag:  # the groups of the next step are there already, and the step under way does not mind
-        stream.reactor.until(lambda: len(stream.producer._failed) == 2)
+        stream.reactor.until(lambda: len([r for r in stream.producer._results.values() if r.failure]) == 2)
     stream.producer.release()
     with pytest.raises(TaskFailed, match="in group 5"):
         stream.step()
@@ -367,7 +372,7 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
         versions=Versions(1, 1),
     )
     stream.producer.ledger.lost["the scorer died"] += 3
-    stream.producer._window = [(0, replace(batch_of([]), feature_stats={"num_rollouts": 5}))]
+    stream.producer.windows.add(0, replace(batch_of([]), feature_stats={"num_rollouts": 5}))
     saved = json.loads(json.dumps(stream.producer.state()))
     again = new(lag=1, served=1, saved=saved)
     taken = again.step()
@@ -388,7 +393,7 @@ def test_a_run_in_which_nothing_happens_any_more_ends_and_says_what_is_under_way
     with pytest.raises(RunFailure, match=r"1 do not answer; groups: 4 dispatched; oldest 0, admitted 4"):
         stream.step()
     idle = new()
-    idle.reactor.until(lambda: idle.producer._unscored is None)
+    idle.reactor.until(lambda: idle.producer._scoring.ready)
     with pytest.raises(RunFailure, match="deadlock: no task is pending"):
         idle.reactor.until(lambda: False)
 
@@ -411,14 +416,13 @@ def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) 
     stream.step()
     names = [f"p{i}" for i in order.step(2)]
     logs = dict(zip(names, (1.0, 3.0, 2.0, 2.5), strict=True))
-    stream.producer._lengths.load({"logs": logs})
+    stream.prompts.lengths.load({"logs": logs})
     saved = json.loads(json.dumps(stream.producer.state()))
     stream.producer.release()
     longest_first = [names[1], names[3], names[2], names[0]]
     assert [group.prompt.id for group in stream.step()] == names, "the learner is given them as they were drawn"
     assert stream.engines.calls[-1] == (0, longest_first)
-    again = new()
-    again.producer.start(1, saved)
+    again = new(served=1, saved=saved)
     again.step()
     assert again.engines.calls[-1] == (0, longest_first)
 
@@ -429,7 +433,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
     drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
     for chosen in ("longest_first", "drawn"):
         stream = new(lag=lag, order=chosen)
-        stream.producer._lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
+        stream.prompts.lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
         stream.step()
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
         steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
@@ -441,7 +445,7 @@ def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
     stream = new(lag=lag)
     names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
     logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
-    stream.producer._lengths.load({"logs": logs})
+    stream.prompts.lengths.load({"logs": logs})
     plain = stream.answer
 
     def answer(reference: Reference) -> None:
@@ -456,7 +460,7 @@ def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
         stream.step()
         stream.producer.release()
     for name in names[3::P]:
-        assert stream.producer._lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
+        assert stream.prompts.lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
     finished = [row for row in read_rows(stream.events.path) if row["event"] == "finished"]
     assert {row["prompt"]: row["lengths"] for row in finished}[names[3]] == [40, 40]
     assert all(row["prompt_tokens"] > 0 for row in finished)

@@ -206,8 +206,11 @@ import asyncio, json, time
 from pathlib import Path
 from cotrain.process.cluster import Cluster
 from cotrain.config.schema import RunConfig
-from cotrain.actors.engines import EngineActor, RolloutEngines
+from cotrain.actors.engines import RolloutEngines
+from cotrain.actors.replicas import EngineActor
 from cotrain.transport.nodes import Nodes
+from cotrain.records import Versions
+from cotrain.weights.versions import CurrentWeights
 
 class Slow:
     async def generate(self, requests, tap):
@@ -219,13 +222,13 @@ class SlowEngine(EngineActor):
     _engine = Slow()  # calls of an asynchronous actor may overtake each other
     def load_library(self): pass
 
-import cotrain.actors.engines
-cotrain.actors.engines.EngineActor = SlowEngine
+import cotrain.actors.replicas
+cotrain.actors.replicas.EngineActor = SlowEngine
 task = {"type": "reasoning_gym", "name": "chain_sum"}
 config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=task)
 cluster = Cluster(config, Path.cwd())
 nodes = Nodes(cluster, "slow")
-engines = RolloutEngines(cluster, nodes, config)
+engines = RolloutEngines(cluster, nodes, config, CurrentWeights(Versions(0, 0)), print)
 engines.reset_prefix_cache()
 outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
 started = time.monotonic()

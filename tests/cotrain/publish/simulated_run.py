@@ -14,6 +14,7 @@ from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightP
 from cotrain.trainer.buffer import spread_over_prompts
 from cotrain.trainer.trainer import MAX_ROLLOUTS, FreshScores
 from cotrain.weights.payload import WeightUpdateRefused
+from cotrain.weights.versions import CurrentWeights
 from tests.cotrain.publish.simulated import (
     DRAFT_TOKENS,
     Lengths,
@@ -46,7 +47,8 @@ class World:
         self.updates = self.published_update = 0
         self.held: tuple[float, int] | None = None
         self.gathered: FreshScores | None = None
-        self.version = self.serving = 0
+        self.version = 0
+        self.current = CurrentWeights(Versions(0, 0))
         self.served_as: dict[int, float] = {}
         """Versions that the engines serve with another skill than they were trained to."""
         self.refuses: set[int] = set()
@@ -56,6 +58,10 @@ class World:
         """An index of finished rollouts drafts too: "poor" for any half of the steps, "easy" for those with easy text."""
         self.calls: list[str] = []
         self.step = 0
+
+    @property
+    def serving(self) -> int:
+        return self.current.versions.drafter
 
     def generate(self, step: int) -> RolloutBatch:
         rng = np.random.default_rng([self.seed, step])
@@ -145,9 +151,11 @@ class World:
     # the engines
 
     def update_drafter(self, payload: WeightPayload, drafter_version: int, expected_rates: Any = None) -> SwapReport:
+        self.current.record_attempt(drafter_version)
         if drafter_version in self.refuses:
             raise WeightUpdateRefused("engine 1: fc.weight has non-finite values")
-        self.serving, self.sent_rates = drafter_version, expected_rates
+        self.sent_rates = expected_rates
+        self.current.record_drafter(payload, drafter_version)
         return SwapReport(0.1, payload.num_bytes)
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:

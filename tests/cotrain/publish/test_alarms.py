@@ -28,7 +28,7 @@ from tests.speculation_counts import expected as expected_acceptance
 
 K = 3
 DRAFTER = DrafterConfig(model={"type": "eagle3"})
-SERVING = Publication(version=5, last_good=5)
+SERVING = Publication(last_good=5)
 VERSIONS = Versions(7, 5)
 STEPS = 1000
 

@@ -15,8 +15,8 @@ from drafters.acceptance import StartAcceptance, rollout_acceptances
 from tests.cotrain.publish.test_alarms import DRAFTER, PROMISE, RANDOM_DRAFTER, dead, evidence, generated, rollout
 from tests.speculation_counts import counts, expected
 
-FIRST = Publication(version=4, last_good=4, unjudged=3)
-WATCHED = FIRST.published(5, 0.1, scored=True)
+FIRST = Publication(last_good=4, unjudged=3)
+WATCHED = FIRST.published(4, 5, 0.1, scored=True)
 
 
 def step(serving: Publication, rate: float = 0.42, seed: int = 0, **changes: object) -> Outcome:
@@ -44,7 +44,7 @@ def test_a_publication_that_serves_worse_goes_back_to_the_last_good_version(rate
     assert event.kind == "rolled back" and f"version 5: {found}" in event.reason and "back to 4" in event.reason
     assert decision.metrics["canary/roll_back_to"] == 4.0
     assert decision.metrics["canary/served_length"] < decision.metrics["canary/expected_length"]
-    assert decision.serving.rolled_back(6, 0.1) == replace(WATCHED, version=6, last_good=6, watched=0)
+    assert decision.serving.rolled_back(6, 0.1) == replace(WATCHED, last_good=6, watched=0)
 
 
 def test_healthy_publications_are_rolled_back_no_more_often_than_stated() -> None:
@@ -55,11 +55,11 @@ def test_healthy_publications_are_rolled_back_no_more_often_than_stated() -> Non
 @pytest.mark.parametrize(("rate", "last_good"), [(None, 4), (0.42, 5)])
 def test_a_version_replaced_while_watched_is_good_if_it_was_served_well(rate: float | None, last_good: int) -> None:
     serving = WATCHED if rate is None else step(WATCHED, rate).serving
-    assert serving.published(6, 0.1, scored=True).last_good == last_good
+    assert serving.published(5, 6, 0.1, scored=True).last_good == last_good
 
 
 def test_a_version_that_could_not_be_scored_is_not_watched() -> None:
-    serving = FIRST.published(5, 0.1, scored=False)
+    serving = FIRST.published(4, 5, 0.1, scored=False)
     assert (serving.last_good, serving.watched, serving.unjudged) == (5, 0, 0)
 
 

@@ -14,7 +14,7 @@ from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.publisher import Publisher, publisher_spec
-from cotrain.records import GainReport, RolloutBatch, Versions, WeightPayload
+from cotrain.records import GainReport, RolloutBatch, WeightPayload
 from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
@@ -30,8 +30,8 @@ def new_publisher(run_config: Any, tmp_path: Path) -> Any:
             rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES},
             drafter={"model": {"type": "eagle3"}, **drafter},
         )
-        served = WeightPayload("", 0, {"fc.weight": str(world.serving)})
-        return Publisher(publisher_spec(config), world, world, tmp_path, served, Versions(0, world.serving))
+        world.current.record_drafter(WeightPayload("", 0, {"fc.weight": str(world.serving)}), world.serving)
+        return Publisher(publisher_spec(config), world, world, tmp_path, world.current)
 
     return build
 
@@ -43,7 +43,8 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
         batch = world.generate(step)
         metrics, events = {}, []
         if publisher.mode is None:
-            outcome = publisher.evaluate(step, batch, Versions(step - 1, world.serving))
+            world.current.record_policy(None, step - 1)
+            outcome = publisher.evaluate(step, batch)
             if outcome.failure is not None:
                 raise outcome.failure
             if outcome.trains:
@@ -185,7 +186,7 @@ def test_each_training_round_makes_one_candidate(new_publisher: Any) -> None:
 def test_zero_acceptance_of_a_good_drafter_ends_the_run(new_publisher: Any) -> None:
     world = World(GOOD)
     world.served_as[0] = -30.0
-    outcome = new_publisher(world).evaluate(1, world.generate(1), Versions(0, 0))
+    outcome = new_publisher(world).evaluate(1, world.generate(1))
     assert str(outcome.failure).startswith("step 1 raised acceptance_collapsed")
     assert [event.kind for event in outcome.events] == ["alarm"] and outcome.metrics["alarms/acceptance_collapsed"] == 1
 
@@ -300,7 +301,7 @@ def test_acceptance_is_expected_of_the_rollouts_that_the_serving_drafter_drafted
         scored.accepted[torch.tensor(long)] *= 0
     scores.served_by[:] = [1 if other else 0 for other in long]
     world.take_in = lambda *_: (scores, metrics)  # type: ignore[method-assign]
-    outcome = publisher.evaluate(1, batch, Versions(0, 0))
+    outcome = publisher.evaluate(1, batch)
     mine = [not other for other in long]
     expected = expected_of(scores.serving, scores.prompts, np.array(mine))
     assert outcome.metrics["rollout/expected_acceptance_length_longest"] == expected.longest > 1.8
@@ -363,11 +364,3 @@ def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
     assert going_on.heed(2, [alarm]).failure is None
     assert going_on.mode == "without speculation since step 2 (not_lossless)" and world.num_speculative_tokens == 0
     assert going_on.heed(3, [replace(alarm, fatal=True)]).failure is not None
-
-
-def test_versions_that_are_said_to_be_all_replace_the_earlier_ones(new_publisher: Any) -> None:
-    world = World(GOOD)
-    publisher = new_publisher(world)
-    publisher._known, publisher._max_policy_lag = {Versions(0, drafter) for drafter in range(100)}, 1
-    publisher.evaluate(1, world.generate(1), Versions(0, world.serving), {Versions(0, 100)})
-    assert publisher._known >= {Versions(0, 100)} and len(publisher._known) <= 3

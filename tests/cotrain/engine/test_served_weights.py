@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from cotrain.engine import loading as vllm_weights
-from cotrain.engine.weight_transfer import ServedWeights, on_all_ranks
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
 from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.engine.conftest import moved
@@ -20,9 +19,11 @@ class Session:
     def __init__(self, target, drafter, folder: Path):
         self.target, self.drafter, self.folder = target, drafter, folder
         kept = folder / "kept"
-        self.weights = {False: ServedWeights(target.model, target.model_config, kept / "target")}
+        self.weights = {False: vllm_weights.ModelWeights(target.model, target.model_config, kept / "target")}
         if drafter is not None:
-            drafter_weights = ServedWeights(drafter.model, drafter.model_config, kept / "drafter", target.model)
+            drafter_weights = vllm_weights.ModelWeights(
+                drafter.model, drafter.model_config, kept / "drafter", target.model
+            )
             self.weights[True] = drafter_weights
 
     def send(self, state, draft=False, name="sent.safetensors", action="update", **options) -> None:
@@ -135,13 +136,14 @@ def test_a_drafter_update_cannot_carry_the_targets_embedding(session, name):
     assert session.serves(session.drafter, session.drafter.state)
 
 
-def test_not_even_when_its_checkpoint_has_one(session, tmp_path, monkeypatch):
+def test_not_even_when_its_checkpoint_has_one(target_and_drafter, session, tmp_path, monkeypatch):
     """vLLM lets a drafter whose embedding equals the target's borrow the target's."""
     checkpoint = tmp_path / "with_embedding"
     checkpoint.mkdir()
     with_embedding = session.drafter.state | {"embed_tokens.weight": torch.zeros(500, 128)}
     save_file(with_embedding, checkpoint / "model.safetensors")
     monkeypatch.setattr(session.drafter.model_config, "model", str(checkpoint))
+    session = Session(*target_and_drafter, tmp_path)
     with pytest.raises(WeightUpdateRefused, match=r"not expected: \['embed_tokens\.weight'\]"):
         session.send(with_embedding, draft=True)
     session.send(session.drafter.state, draft=True)
@@ -287,4 +289,4 @@ def test_a_step_that_fails_without_a_word_fails_all_the_same(session):
         raise AssertionError
 
     with pytest.raises(WeightUpdateRefused, match=r"^AssertionError\(\)$"):
-        on_all_ranks(step)
+        session.weights[False].on_all_ranks(step)

@@ -1,0 +1,84 @@
+"""Checks that a run makes of its own rollouts: hidden states and log-probs at its start, and their distribution all along."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from cotrain.acceptance_stats import last_segment
+from cotrain.config.schema import RunConfig
+from cotrain.loop.roles import Roles
+from cotrain.loop.step import Clock
+from cotrain.lossless.monitor import LosslessMonitor
+from cotrain.publish.alarms import Alarm
+from cotrain.records import RolloutBatch, ScoredRollout
+from cotrain.run.console import Console
+from cotrain.trainer.self_check import check_features, check_log_probs, check_records
+from drafters.base import SamplingParams
+from drafters.files import end_token_ids
+
+
+class Checks:
+    """What was checked so far, and the monitor of the distribution."""
+
+    def __init__(self, config: RunConfig, roles: Roles, console: Console, first_step: int, saved: Any = None):
+        """first_step: the first of this start. saved: what `state` returned; None for a new run."""
+        rollout = config.rollout
+        self._config, self._roles, self._console, self._first_step = config, roles, console, first_step
+        self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
+        self.monitor = LosslessMonitor(config.lossless, self._sampling, rollout.dtype, config.seed)
+        if saved is not None:
+            self.monitor.load_state(saved)
+        self._features_checked = False
+
+    def features(self, batch: RolloutBatch, policy_version: int, clock: Clock) -> None:
+        """Check what the engines handed over, in the first step with rollouts of the learner's own policy version."""
+        if self._features_checked or not batch.rollouts:
+            return
+        rollout, nodes = self._config.rollout, self._roles.nodes
+        with clock.phase("self_check"):
+            here = replace(batch, features=[nodes.bring(shard, nodes.local) for shard in batch.features])
+            forward = self._roles.policy.hidden_states
+            error = check_features(here, forward, rollout.dtype, policy_version)
+            check_records(here, () if rollout.ignore_eos else end_token_ids(nodes.model_path))
+            nodes.remove_all(set(here.features).difference(batch.features))
+        if error is not None:
+            self._features_checked = True
+            self._console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
+
+    def log_probs(self, step: int, metrics: dict[str, float], lag_max: float) -> None:
+        """Check the first step or, with lag and unless on_swap is keep_kv, each step's tokens from the newest policy.
+
+        metrics: those of the policy's update.
+        """
+        rollout, stream = self._config.rollout, self._config.stream
+        gap = metrics.get("policy/rollout_log_prob_gap")
+        if stream.max_policy_lag and stream.on_swap != "keep_kv":
+            gap = metrics.get("policy/rollout_log_prob_gap_lag_0") if lag_max else gap
+        elif step != self._first_step or lag_max:
+            return
+        if gap is not None and rollout.top_p == 1 and rollout.top_k == 0:
+            check_log_probs(gap, rollout.dtype)
+
+    def distribution(
+        self, step: int, scored: list[ScoredRollout], policy_version: int, run_seconds: float, clock: Clock
+    ) -> tuple[list[Alarm], dict[str, float]]:
+        """Check, when due, that the tokens that the learner's current policy generated have its distribution.
+
+        It checks whole last segments of the step's rollouts. A step takes its groups by number: among rollouts that happen to
+        have ended first, short ones would be seen too often. Returns alarms, and the metrics of a check.
+        """
+        monitor, started = self.monitor, time.perf_counter()
+        tails = [last_segment(one.rollout) for one in scored]
+        current = [rollout for rollout in tails if rollout.versions.policy == policy_version]
+        chosen = monitor.choose(current) if current and monitor.due(step, run_seconds) else None
+        if chosen is None:
+            return [], {}
+        with clock.phase("lossless"):
+            draws = self._roles.policy.response_draws(chosen.rollouts, self._sampling, monitor.logit_tolerance)
+            verdict, metrics = monitor.check(step, chosen, draws, time.perf_counter() - started)
+        if verdict.passed:
+            return [], metrics
+        what = f"rollouts do not have the policy's distribution: {verdict}"
+        cause = "speculation is not lossless on this engine, or the engines serve other policy weights"
+        remedy = "find out with cotrain verify; drafter=none runs without speculation"
+        return [Alarm("not_lossless", what, cause, remedy, metrics)], metrics

@@ -1,0 +1,85 @@
+"""One step of a run: its result, as the metrics and records are made of it, and the clock of its phases."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cotrain.config.schema import RunConfig
+from cotrain.loop.windows import StepWindow
+from cotrain.publish.decision import Outcome
+from cotrain.records import Prompt, ScoredRollout, SwapReport, Versions
+from cotrain.run.console import Console
+from cotrain.run.rows import DrafterEvent
+from cotrain.run.step_metrics import idle_metrics, lag_metrics, rollout_metrics
+
+
+class Clock:
+    """Seconds of the phases of a step, each shown on the console while it runs."""
+
+    def __init__(self, console: Console):
+        self._console, self._began = console, time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what happens inside."""
+        began = time.perf_counter()
+        with self._console.phase(name.replace("_", " "), terminal_only=True):
+            yield
+        self.seconds[name] = time.perf_counter() - began
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._began
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that has ended."""
+
+    step: int
+    served: Versions
+    """The versions in force when the step began."""
+    scored: list[ScoredRollout]
+    """What the policy was trained on."""
+    prompts: dict[str, Prompt]
+    """The prompts of these rollouts by id."""
+    window: StepWindow
+    stream: dict[str, float]
+    """Metrics of the groups in flight when the step began."""
+    proposers: dict[str, float]
+    """Metrics of drafts by proposer, where engines draft from history."""
+    lossless: dict[str, float]
+    """Metrics of a check of the distribution."""
+    outcomes: list[Outcome]
+    """What was decided about the drafter, in order."""
+    learned: dict[str, float]
+    """Metrics of the policy's update and of the drafter's training."""
+    swaps: dict[str, SwapReport]
+    """Weight updates by role."""
+    seconds: dict[str, float]
+    """Of each phase; "step" is the whole step."""
+
+    @property
+    def events(self) -> list[DrafterEvent]:
+        """What happened to the drafter."""
+        return [event for outcome in self.outcomes for event in outcome.events]
+
+    def row(self, config: RunConfig) -> dict[str, float]:
+        """Return the metrics of the step."""
+        lags, num_engines = config.stream.max_policy_lag > 0, config.rollout.num_engines
+        recomputes, batch = config.stream.on_swap != "keep_kv", self.window.batch
+        row = self.stream | lag_metrics([one.rollout for one in self.scored], self.served.policy)
+        row |= rollout_metrics(self.scored, batch, self.served.drafter, recomputes, num_engines)
+        row |= self.lossless | self.proposers
+        for outcome in self.outcomes:
+            row |= outcome.metrics
+        row |= self.learned
+        for role, swap in self.swaps.items():
+            row |= {f"{role}/swap_s": swap.seconds, f"{role}/swap_bytes": swap.num_bytes}
+        row |= {"versions/policy": self.served.policy, "versions/drafter": self.served.drafter}
+        row |= {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+        span = batch.seconds if lags else self.seconds["step"]
+        return row | idle_metrics(row, self.window.busy_seconds(num_engines), span, config.drafter is not None)
