@@ -76,8 +76,9 @@ class Intake:
         left_out = self.left_out()
         numbers: Counter[str] = Counter(engines=len(self.engines), dropped=left_out.total() - left_out["finished"])
         for state in self.engines.values():
-            numbers.update({"tapped": state.counts["tapped"], "hooks_off": len(state.hooks_off)})
-            numbers.update({f"{part}_s": seconds for part, seconds in state.seconds.items()})
+            numbers.update(
+                {f"{part}_s": seconds for part, seconds in state.seconds.items()}, tapped=state.counts["tapped"]
+            )
         return {f"sidecar/{name}": float(value) for name, value in numbers.items()}
 
     def _take(self, name: str, folder: EngineFolder, shard: Path) -> None:

@@ -104,10 +104,8 @@ class DrafterService:
         if is_silent and (left_out := self._intake.in_words()):
             said["left out"] = f"no round for {SILENT_SECONDS:.0f} s; {left_out}"
         for name, state in self._intake.engines.items():
-            about = f"process {state.pid}, vLLM {state.vllm}, {state.dtype}"
-            said[name] = (
-                f"engine {name}: {about}" if state.reason is None else f"engine {name} drafts nothing: {state.reason}"
-            )
+            about = f": process {state.pid}, vLLM {state.vllm}, {state.dtype}"
+            said[name] = f"engine {name}{about if state.reason is None else f' drafts nothing: {state.reason}'}"
             if state.reason is None and name not in self._said:
                 self._prepared.trainer.serve_as(state.dtype)
                 if self._engines.version != (serving := self._engines.current.versions.drafter):

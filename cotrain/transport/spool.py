@@ -7,7 +7,6 @@ A file gets its name only when it is complete. A host's processes use this modul
 
 import fcntl
 import functools
-import json
 import os
 import shutil
 import stat
@@ -15,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -82,7 +81,6 @@ class State:
     drafter_version: int = 0
     refused: dict[int, str] = field(default_factory=dict)  # the drafter that it did not take, and why
     dropped: Counter[str] = field(default_factory=Counter)  # requests that the trainer does not get, by reason
-    hooks_off: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # of requests, verification steps and tokens
 
@@ -109,8 +107,8 @@ class Description(NamedTuple):
 def write_json(path: Path, record: Any) -> None:
     """Write a record, or anything else that JSON can hold."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump(record, file, default=asdict)
+    with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(ADAPTER(type(record)).dump_json(record))
     os.replace(partial, path)
 
 

@@ -59,7 +59,6 @@ def start_over(llm: Any) -> None:
     sidecar._breaker.failures.clear()
     sidecar._live.clear()
     sidecar._shards._waiting.clear()
-    sidecar._reported = 0.0, []
 
 
 def sidecar_of(llm: Any) -> Any:

@@ -139,7 +139,7 @@ def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow
                 if length >= LEARNT and judged:
                     break
             assert length >= LEARNT and judged and sidecar.greedy() == texts
-            assert after.drafter_version > 0 and not after.hooks_off
+            assert after.drafter_version > 0 and after.reason is None
     finally:
         stop_trainer(trainer)
     rows = read_rows(folder / "runs" / "trained" / "metrics.jsonl")
@@ -183,7 +183,7 @@ def test_requests_are_tapped_whole_and_described(sidecar: Sidecar, target_model:
     head = load_file(sidecar.engine.policies / "0.safetensors")
     assert head.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(tensor, target_state[name]) for name, tensor in head.items())
-    assert sidecar.state.hooks_off == []
+    assert sidecar.state.reason is None
 
 
 def test_requests_may_opt_out_and_others_are_left_out(sidecar: Sidecar) -> None:
@@ -283,7 +283,7 @@ def test_the_drafter_is_served_again_after_waking_up(sidecar: Sidecar) -> None:
     sidecar.host("wake_up")
     assert sidecar.acceptance_length(5) > length - 0.4 and sidecar.greedy() == texts
     sidecar.settle()
-    assert (sidecar.state.policy_version, sidecar.state.hooks_off) == (1, [])
+    assert (sidecar.state.policy_version, sidecar.state.reason) == (1, None)
     assert (sidecar.engine.policies / "1.safetensors").exists(), "for the trainer, with the requests that were tapped"
 
 
@@ -380,7 +380,7 @@ def test_a_host_outlives_the_spool(sidecar: Sidecar) -> None:
     assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length - 0.4
     sidecar.settle()
     state = sidecar.state
-    assert (state.policy_version, state.hooks_off, state.dropped["cannot be written"] >= 16) == (5, [], True)
+    assert (state.policy_version, state.reason, state.dropped["cannot be written"] >= 16) == (5, None, True)
     shutil.rmtree(sidecar.spool.folder)
     sidecar.host("wake_up")
     assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length - 0.4

@@ -190,7 +190,7 @@ def test_it_learns_counts_the_hosts_update_and_changes_no_greedy_text(
     state, _ = server.serve_until(lambda state, _: state.policy_version == 1 and state.drafter_version > swapped)
     assert state.policy_version == 1
     assert server.greedy() == moved
-    assert not state.hooks_off and not state.refused
+    assert state.reason is None and not state.refused
 
 
 def test_counts_are_those_of_prometheus(server: Server) -> None:

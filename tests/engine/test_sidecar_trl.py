@@ -83,7 +83,7 @@ def test_an_unchanged_script_gets_a_drafter_that_learns(target_folder: Path, mlf
     gaps = [row["sampling/sampling_logp_difference/mean"] for row in host_log(output) if "reward" in row]
     assert len(gaps) == STEPS and max(gaps) < 0.02  # the engine samples from the weights that TRL has sent
     assert states.rows[-1].policy_version == STEPS
-    assert not states.rows[-1].hooks_off and not states.rows[-1].refused
+    assert states.rows[-1].reason is None and not states.rows[-1].refused
     assert states.last_served() >= 1.8
     assert (folder / "runs" / "trl" / "report" / "report.html").is_file()
     assert not (folder / "spool").exists()

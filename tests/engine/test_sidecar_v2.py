@@ -76,7 +76,7 @@ def test_a_drafter_is_swapped_in_and_accepted(
     same, drafted, accepted = sidecar.drafts()
     assert same == texts and accepted > drafted / 5
     sidecar.settle()
-    assert (sidecar.state.drafter_version, sidecar.state.hooks_off) == (version, [])
+    assert (sidecar.state.drafter_version, sidecar.state.reason) == (version, None)
     assert sum(told.versions.drafter == version for _, told in sidecar.take()) == REQUESTS
 
 
@@ -86,7 +86,7 @@ def test_draft_length_0_drafts_nothing_until_it_is_raised(sidecar: SidecarV2, te
     assert sidecar.drafts() == (texts, 0, 0)
     write_json(sidecar.spool.current, offer)
     same, drafted, _ = sidecar.drafts()
-    assert same == texts and drafted > 0 and not sidecar.state.hooks_off
+    assert same == texts and drafted > 0 and sidecar.state.reason is None
 
 
 def test_an_update_in_mid_generation_leaves_no_mixed_rollout(

@@ -44,7 +44,7 @@ class Decisions:
         width = (len(settings.aux_layers) + 1) * config.model_config.get_hidden_size()
         row_size = row_bytes(width, config.model_config.dtype.itemsize)
         self._admission = Admission(settings.share, settings.max_bytes, row_size, config.instance_id)
-        self._state, self._seen = spool.engine(config.instance_id).state, dict[Path, int]()
+        self._state, self._seen = spool.engine(config.instance_id).state, dict[Path, tuple[int, int]]()
         self._attached, self._offer, self._is_new, self._reported = False, Offer(), False, 0.0
         self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
         self._finished, self._counts = list[Any](), Counter[str]()
@@ -111,7 +111,8 @@ class Decisions:
         """Return what a file of the spool holds if it was replaced since the last call, else None."""
         with suppress(OSError, ValueError):  # the spool is gone, and somebody else may have taken its place
             self._spool.check()
-            before, self._seen[path] = self._seen.get(path), path.stat().st_mtime_ns
+            before, file = self._seen.get(path), path.stat()
+            self._seen[path] = file.st_mtime_ns, file.st_ino  # the clock of a file system is coarse
             if self._seen[path] != before:
                 return read_json(path, kind)
         return None

@@ -77,9 +77,8 @@ class WorkerSidecar:
         runner = worker.model_runner
         self._worker, self._settings, self._breaker = worker, settings, Breaker()
         self._shards = Shards(engine, settings.max_bytes)
-        self._seconds = defaultdict[str, float](float)
         self._live: dict[str, list[tuple[Versions, int]]] = {}  # segments of tapped requests: versions, tokens before
-        self._reported: tuple[float, list[str]] = 0.0, []  # when, and which hooks were off
+        self._reported = 0.0
         cpu.correct()
         draft, kept = worker.speculative_config.draft_model_config, engine.folder / "kept" / "drafter"
         self._weights = ModelWeights(worker.get_draft_model(), draft, kept, worker.get_model())
@@ -141,17 +140,14 @@ class WorkerSidecar:
                 self._state = replace(self._state, refused={offer.version: str(error)})
 
     def _serve(self, action: Callable[..., None], *args: Any) -> None:
-        started, self._reported = time.perf_counter(), (0.0, [])
+        self._reported = 0.0
         with set_current_vllm_config(self._worker.vllm_config):
             action(*args)
-        self._seconds["swap"] += time.perf_counter() - started
 
     def _tap(self, stamp: Stamp, scheduler_output: Any) -> None:
         """Tap new requests, for which the trainer needs the head of the policy that serves."""
-        started = time.perf_counter()
         if stamp.tapped or self._live:
             self._policy.write()
-        self._seconds["head"] += time.perf_counter() - started
         if self._policy.is_written and not self._breaker.off:
             self._live |= {name: [(self._versions, 0)] for name in stamp.tapped}
             self._hook.tap.start(stamp.tapped)
@@ -170,21 +166,17 @@ class WorkerSidecar:
 
     def _report(self, stamp: Stamp, scheduler_output: Any) -> None:
         """Write state.json once a second, and at once when versions have changed or a hook has failed for good."""
-        (reported, known), now, off = (
-            self._reported,
-            time.perf_counter(),
-            sorted({*stamp.hooks_off, *self._breaker.off}),
-        )
-        if off == known and now - reported < REPORT_SECONDS:
+        now, off = time.perf_counter(), sorted({*stamp.hooks_off, *self._breaker.off})
+        reason = f"these hooks have failed: {', '.join(off)}" if off else None
+        if reason == self._state.reason and now - self._reported < REPORT_SECONDS:
             return
-        self._reported = now, off
+        self._reported = now
         self._state = replace(
             self._state,
-            reason=f"these hooks have failed: {', '.join(off)}" if off else None,
+            reason=reason,
             policy_version=self._policy.version,
             dropped=stamp.dropped + self._shards.dropped,
-            hooks_off=off,
-            seconds={"tap": self._hook.tap_seconds, "write": self._shards.seconds, **self._seconds},
+            seconds={"tap": self._hook.tap_seconds, "write": self._shards.seconds},
             counts=stamp.counts,
         )
         with suppress(OSError):  # the disk is full, or the spool is gone

@@ -121,7 +121,6 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
     versions = client.search_model_versions("name = 'tiny_llama-drafter'")
     assert {int(v.tags["drafter_version"]) for v in versions} == {event["version"] for event in published}
     run = client.get_run(versions[0].run_id)
-    assert run.info.status == "FINISHED" and run.data.tags["host"] == "host of e0"
     assert client.get_model_version_by_alias("tiny_llama-drafter", "serving").tags["parent_version"] != "none"
     assert main(["report", str(service.folder)]) == 0
     page = (service.folder / "report" / "report.md").read_text()
@@ -218,7 +217,7 @@ def not_json(shard: Path) -> None:
 
 def other_fields(shard: Path) -> None:
     described = json.loads(shard.with_suffix(".json").read_text())
-    shard.with_suffix(".json").write_text(json.dumps([described[0], [{"loss": 1}]]))
+    shard.with_suffix(".json").write_text(json.dumps([described[0], [1]]))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"attached": 1}'])
