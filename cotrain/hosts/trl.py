@@ -62,15 +62,11 @@ class CotrainCallback(TrainerCallback):
         states = list[State]()
         with suppress(ValueError):  # somebody else has written there
             states = [state for engine in self._spool.engines() if (state := read_json(engine.state, State))]
-        if not states:
-            return {}
         counts = sum((state.counts for state in states), Counter[str]())
         since, self._counts = counts - self._counts, counts  # counts fall when an engine ends
-        numbers: dict[str, float] = {
-            "policy_version": states[0].policy_version,
-            "drafter_version": states[0].drafter_version,
-        }
+        names = ("policy_version", "drafter_version") if states else ()
+        numbers = {f"cotrain/{name}": float(getattr(states[0], name)) for name in names}
         if drafts := since["drafts"]:
-            numbers["acceptance_length"] = 1 + since["accepted_tokens"] / drafts
-            numbers["draft_length"] = since["drafted_tokens"] / drafts
-        return {f"cotrain/{name}": float(number) for name, number in numbers.items()}
+            numbers["cotrain/acceptance_length"] = 1 + since["accepted_tokens"] / drafts
+            numbers["cotrain/draft_length"] = since["drafted_tokens"] / drafts
+        return numbers

@@ -175,9 +175,8 @@ class Spool:
         except FileExistsError:
             self.check()
             if not self._mark.is_file():
-                raise SpoolError(
-                    f"spool: {self.folder} was not made by cotrain; choose one that is not there"
-                ) from None
+                this = f"spool: {self.folder} was not made by cotrain"
+                raise SpoolError(f"{this}; choose one that is not there") from None
         except OSError as error:
             raise SpoolError(f"spool: {self.folder} cannot be made: {error.strerror}") from error
         try:
@@ -198,9 +197,8 @@ class Spool:
         with suppress(OSError, ValueError):
             if (settings := read_json(self.settings_file, Settings)) is not None:
                 return settings
-        raise SpoolError(
-            f"{self.settings_file} cannot be read: start the trainer first, and of this version of cotrain"
-        )
+        remedy = "start the trainer first, and of this version of cotrain"
+        raise SpoolError(f"{self.settings_file} cannot be read: {remedy}")
 
     def abandon(self) -> None:
         """Let engines behave as if the trainer were gone, so that they tap no more requests."""
@@ -260,8 +258,8 @@ class Spool:
         found = []
         for path in sorted(self._verdicts.glob("*.json")):
             with suppress(ValueError):  # no engine has written it
-                found.append(read_json(path, Verdict))
-        return [verdict for verdict in found if verdict is not None]
+                found.append(ADAPTER(Verdict).validate_json(path.read_bytes()))
+        return found
 
     def engine(self, instance_id: str) -> "EngineFolder":
         return EngineFolder(self._engines / instance_id)

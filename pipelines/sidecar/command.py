@@ -52,8 +52,7 @@ the engine ends before a model is loaded. A command that makes no engine runs on
 
 def run(arguments: Sequence[str]) -> int:
     """Run `cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
-    usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
-    options, host = _parsed(_parser("run", usage, RUN), arguments)
+    options, host = _parsed(_parser("run", RUN, "-- COMMAND ..."), arguments)
     config = _configured(options)
     given = [f"--with-parent={os.getpid()}", f"--share={config.share}", *arguments[: arguments.index("--")]]
     # Its default name would differ.
@@ -71,8 +70,7 @@ def sidecar(arguments: Sequence[str]) -> int:
     """Run `cotrain sidecar`: the trainer alone, until a signal ends it, or the check of a host's command."""
     if arguments and arguments[0] == "check":
         return check(arguments[1:])
-    usage = "cotrain sidecar --model M --spool DIR --share S [--drafter D] [--config FILE] [key=value ...]"
-    parser = _parser("sidecar", usage, SIDECAR)
+    parser = _parser("sidecar", SIDECAR, "--spool DIR --share S")
     parser.add_argument("--spool", metavar="DIR", help="folder that trainer and engines share; /dev/shm is memory")
     text = "share of the requests that are trained on, above 0 and up to 1; it must be given, here or in FILE"
     parser.add_argument("--share", type=float, metavar="S", help=text)
@@ -102,8 +100,7 @@ def check(arguments: Sequence[str]) -> int:
     """Run `cotrain sidecar check`. Returns 0 if an engine would be adopted, else 1."""
     from cotrain.sidecar.prepare import prepare
 
-    usage = "cotrain sidecar check --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
-    options, host = _parsed(_parser("sidecar check", usage, CHECK), arguments)
+    options, host = _parsed(_parser("sidecar check", CHECK, "-- COMMAND ..."), arguments)
     with tempfile.TemporaryDirectory(prefix="cotrain-check-") as scratch, ExitStack() as stack:
         options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
         spool = prepare(_configured(options), False, stack).spool  # while the stack is open, it has a trainer
@@ -145,10 +142,11 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[
     return options, host
 
 
-def _parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
-    fields = f"Fields of the configuration\n===========================\n{help_text(root=SidecarConfig)}"
+def _parser(command: str, description: str, rest: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"cotrain {command}", usage=usage, description=description, epilog=fields,
+        prog=f"cotrain {command}", description=description,
+        usage=f"cotrain {command} --model M [--drafter D] [--config FILE] [--resume NAME] [key=value ...] {rest}",
+        epilog=f"Fields of the configuration\n===========================\n{help_text(root=SidecarConfig)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--model", metavar="M", help="the policy, as your trainer or server names it")

@@ -73,7 +73,7 @@ def propose(runner: Any, **options: Any) -> Any:
 def hooked(speculator: Any, length: int | None, reads_prompts: bool = False) -> tuple[Any, Any, list]:
     """The runner, the hook, and the rows that the tap was given."""
     runner, tapped = runner_with(speculator), []
-    hook = SpeculatorHook(runner, name_of=str)
+    hook = SpeculatorHook(runner, str)
     hook.tap = SimpleNamespace(is_recording=True, record=lambda *row: tapped.append(Rows(*row)))
     hook.draft_length, hook.reads_prompts = length, reads_prompts
     return runner, hook, tapped

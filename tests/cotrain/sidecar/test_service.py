@@ -120,7 +120,7 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
     client = MlflowClient(f"sqlite:///{mlflow_database}", f"sqlite:///{mlflow_database}")
     versions = client.search_model_versions("name = 'tiny_llama-drafter'")
     assert {int(v.tags["drafter_version"]) for v in versions} == {event["version"] for event in published}
-    run = client.get_run(versions[0].run_id)
+    assert client.get_run(versions[0].run_id).info.status == "FINISHED"
     assert client.get_model_version_by_alias("tiny_llama-drafter", "serving").tags["parent_version"] != "none"
     assert main(["report", str(service.folder)]) == 0
     page = (service.folder / "report" / "report.md").read_text()
