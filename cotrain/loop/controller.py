@@ -22,7 +22,7 @@ from cotrain.policy.losses import group_advantages
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.publish.decision import Outcome
-from cotrain.records import RolloutBatch, ScoredRollout, SwapReport
+from cotrain.records import RolloutBatch, ScoredRollout, SwapReport, Versions
 from cotrain.run.advice import Advice
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
@@ -75,7 +75,7 @@ class Controller:
         """state: the progress to continue from. The roles must have been started from it."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
         self.state = state
-        """Where the run stands after its last whole step, but for the versions: those are in `roles.current`."""
+        """Where the run stands after its last whole step."""
         self.last_rollouts: list[ScoredRollout] = []
         """The rollouts that the last step trained on."""
         self.producer = Producer(config, roles, prompts, records.events, state.step, state.stream)
@@ -115,12 +115,17 @@ class Controller:
         return self.state.step
 
     @property
+    def versions(self) -> Versions:
+        """The versions that all engines serve."""
+        return self.roles.current.versions
+
+    @property
     def mode(self) -> str | None:
         """Text that every step line shows while an alarm has switched speculation off; None otherwise."""
         return None if self.roles.publisher is None else self.roles.publisher.mode
 
     def _one_step(self, step: int) -> StepResult:
-        clock, served, lag = Clock(self.records.console), self.roles.current.versions, self.config.stream.max_policy_lag
+        clock, served, lag = Clock(self.records.console), self.versions, self.config.stream.max_policy_lag
         speculates = self.config.speculates and self.mode is None
         self.producer.admit(taps := speculates and self.roles.drafter is not None)
         stream = self.producer.metrics()
@@ -177,9 +182,7 @@ class Controller:
         self, step: int, scored: list[ScoredRollout], clock: Clock
     ) -> tuple[list[Outcome], dict[str, float]]:
         """Return what an alarm has led to, if there is one, and the metrics of the check. Raises DrafterAlarm if one ends the run."""
-        alarms, metrics = self.checks.distribution(
-            step, scored, self.roles.current.versions.policy, self.state.seconds, clock
-        )
+        alarms, metrics = self.checks.distribution(step, scored, self.versions.policy, self.state.seconds, clock)
         if not alarms:
             return [], metrics
         if self.roles.publisher is None:
@@ -231,7 +234,7 @@ class Controller:
             reactor.until(lambda: not ledger.count("admitted", "dispatched"))
             self.producer.windows.waited(time.perf_counter() - started)
         reactor.wait(self._heads.references)  # the trainer must have read the file before it is written again
-        version = self.roles.current.versions.policy + 1
+        version = self.versions.policy + 1
         payload = self.roles.policy.write_payload(nodes.scratch[self.roles.policy.node] / POLICY_FILE)
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
@@ -250,20 +253,22 @@ class Controller:
             "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}",
             "decision": event.reason,
         }
-        self.records.tracker.log_drafter(folder, self.roles.current.versions, step, outcome.promised, tags)
+        self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
 
     def _report(self, result: StepResult) -> None:
         """Record a step that has ended."""
         step, row, records = result.step, result.row(self.config), self.records
         self.last_rollouts = result.scored
-        self.state = replace(self.state, step=step, seconds=self.state.seconds + result.seconds["step"])
+        self.state = replace(
+            self.state, step=step, versions=self.versions, seconds=self.state.seconds + result.seconds["step"]
+        )
         acceptance = counts_by_depth(one.rollout for one in result.scored)
         records.steps.write(step, {"engines": result.window.engine_steps, "acceptance": acceptance})
         records.metrics.write(step, row)
         records.tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), result.scored, result.prompts, self.prompts.tokenizer)
         notes = [records.tracker.behind, *(event.in_short() for event in result.events), self.mode or ""]
-        records.console.step(step, self.config.steps, row, self.roles.current.versions, notes)
+        records.console.step(step, self.config.steps, row, self.versions, notes)
         lag = self.config.stream.max_policy_lag
         for advice in records.advice.look(row, lag) if lag else ():
             records.console.say(f"  {advice}")
@@ -282,7 +287,6 @@ class Controller:
         publisher, drafter = self.roles.publisher, self.roles.drafter
         state = replace(
             self.state,
-            versions=self.roles.current.versions,
             config=self.config.model_dump(mode="json"),
             lossless=self.checks.monitor.state(),
             drafting=None if publisher is None else publisher.state(),

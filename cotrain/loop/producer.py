@@ -247,10 +247,6 @@ class Producer:
             self._event("lost", number, reason=ENGINE_DIED, engine=engine)
         self._dispatch()
 
-    def _tick(self) -> None:
-        self._scoring.check_time()
-        self._dispatch()  # an engine may have come back
-
     # -- rewards ------------------------------------------------------------------------------------------------------
 
     def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
@@ -270,6 +266,10 @@ class Producer:
         self._queue.appendleft(self.ledger.lose(number, reason))
         self._event("lost", number, reason=reason)
         self._dispatch()
+
+    def _tick(self) -> None:
+        self._scoring.check_time()
+        self._dispatch()  # an engine may have come back
 
     # -- records ------------------------------------------------------------------------------------------------------
 

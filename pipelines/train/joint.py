@@ -213,7 +213,7 @@ def _finish(controller: "Controller", finished: bool, check: "GreedyCheck | None
     store, commands = uri_argument(tracker.uri), {}
     if not finished:
         commands["go on"] = f"cotrain train {run_dir.resume}"
-    elif controller.roles.current.versions.drafter and config.tracking.log_drafters:
+    elif controller.versions.drafter and config.tracking.log_drafters:
         registered = f"{tracker.registered_model}@serving"
         lines["drafter"] = f"models:/{registered} in MLflow; serves in stock vLLM as it is"
         drafter = f"--model {config.policy.model} --drafter my-drafter"

@@ -88,7 +88,7 @@ class Stream:
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
         self.engines = Engines(self.reactor)
         self.events = RowFile(folder / "stream.jsonl")
-        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None)  # type: ignore[arg-type]
+        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None, None)  # type: ignore[arg-type]
         self.producer = Producer(self.config, self.roles, prompts, self.events, served, saved)
         self.prompts = prompts
         self.engines.in_dispatch = list(range(self.config.rollout.num_engines))

@@ -104,8 +104,7 @@ def ended_run(root: Path, finished: bool) -> str:
     stream, tracker = io.StringIO(), Mock(registered_model="llama-drafter", uri="sqlite:///mlflow.db")
     (root / "first" / "run.lock").touch()
     with RunDir(Path("runs"), "first") as run_dir:
-        controller = Mock(config=read_config(run_dir.config), run_dir=run_dir, mode=None)
-        controller.state.versions = Versions(1, 1)
+        controller = Mock(config=read_config(run_dir.config), run_dir=run_dir, mode=None, versions=Versions(1, 1))
         controller.step = len(read_rows(run_dir.metrics))
         controller.records = Mock(tracker=tracker, console=Console(stream))
         controller.roles.engines.describe_speculation.return_value = ["k=2 (fixed)", "k=2 (fixed)"]
