@@ -28,7 +28,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     from pydantic import TypeAdapter
 
-    from cotrain.trainer.distiller import return_freed_blocks
+    from cotrain.trainer.memory import return_freed_blocks
     from drafters.alignment import DraftBatch
     from drafters.base import SamplingParams, TargetSpec, TargetWeights
     from drafters.build import build_drafter

@@ -30,7 +30,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     from cotrain.models.loading import resolve_model
-    from cotrain.trainer.distiller import read_target_weights
+    from cotrain.trainer.target import read_target_weights
     from drafters.alignment import DraftBatch
     from drafters.base import SamplingParams, TargetSpec
     from drafters.build import build_drafter

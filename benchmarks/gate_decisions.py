@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cotrain.config.load import load_config
-from cotrain.config.schema import GateConfig, RolloutConfig, RunConfig
+from cotrain.config.schema import RolloutConfig, RunConfig
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
@@ -161,8 +162,10 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
 
 def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: argparse.Namespace) -> list[Verdict]:
     """args.trials of each kind, each on one step's rollouts."""
-    from cotrain.publish.decision import judge
-    from cotrain.trainer.trainer import FreshScores
+    from cotrain.config.schema import DrafterConfig
+    from cotrain.publish.decision import Outcome, judge
+    from cotrain.publish.evidence import Evidence, FreshScores, Publication
+    from cotrain.records import Versions
     from drafters.base import TargetSpec
     from drafters.build import load_drafter
 
@@ -173,6 +176,7 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
     by_step = {folder: [score(drafter, records) for records, _ in steps] for folder, drafter in loaded.items()}
     lengths = {folder: length_of(scored) for folder, scored in by_step.items()}
     serving = loaded[args.serving]
+    gated = DrafterConfig.model_validate({"model": {"type": "eagle3"}})
     verdicts = []
     for trial, (records, batch) in enumerate(steps):
         kinds = {
@@ -185,7 +189,9 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
             candidate = by_step[name][trial] if drafter is None else score(drafter, records)
             prompts = [record.prompt_key for record in records]
             scores = FreshScores(prompts, by_step[args.serving][trial], candidate, updates=1, served_by=[])
-            found = judge(scores, batch, lifetime_steps=1, swap_seconds=0.2, config=GateConfig())
+            outcome = Outcome(Publication(0, swap_seconds=0.2))
+            judge(Evidence(trial, batch, Versions(0, 0), outcome.serving, scores), gated, outcome)
+            [found] = outcome.events
             gain, bound = (found.numbers.get(f"gate/{name}", math.nan) for name in ("gain", "lower_bound"))
             truth = lengths[name] - lengths[args.serving] if drafter is None else None
             verdicts.append(Verdict(kind, str(name), found.kind == "published", gain, bound, truth, found.reason))
@@ -197,7 +203,7 @@ class Scorer:
     """Expected acceptance of a drafter on rollouts, as the trainer scores it."""
 
     def __init__(self, config: RunConfig, model: Path, target: object):
-        from cotrain.trainer.distiller import read_target_weights
+        from cotrain.trainer.target import read_target_weights
         from drafters.base import SamplingParams
 
         rollout: RolloutConfig = config.rollout
@@ -220,7 +226,7 @@ class Scorer:
 def length_of(scored: Sequence) -> float:
     """Acceptance length over all rollouts."""
     longest = [by_length[-1] for by_length in scored]
-    whole = [(s.steps[s.steps.isfinite()], s.accepted[s.steps.isfinite()]) for s in longest]
+    whole = [(s.steps[np.isfinite(s.steps)], s.accepted[np.isfinite(s.steps)]) for s in longest]
     return 1 + float(sum(accepted.sum() for _, accepted in whole) / sum(steps.sum() for steps, _ in whole))
 
 

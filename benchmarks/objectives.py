@@ -55,15 +55,14 @@ def train(name: str, arm: str, seed: int, args: argparse.Namespace) -> bool:
     print(f"== {name}", flush=True)
     command = ["cotrain", "init", args.config, f"name={name}", f"seed={seed}", *ARMS[arm]]
     command += ["init.source.type=rollouts", f"init.source.path={args.rollouts}", f"init.tokens={args.tokens}"]
-    # Equal updates for all: no arm stops early.
-    command += [f"init.epochs={args.epochs}", "init.holdout=0.15", "tracking.log_drafters=false"]
+    command += [f"init.epochs={args.epochs}", "tracking.log_drafters=false"]
     return subprocess.run(command).returncode == 0
 
 
 def table(args: argparse.Namespace) -> str:
     """Markdown, one row for each arm, means over its finished seeds."""
     lines = [
-        "| objective | seeds | updates | expected length | served length | served by seed | served positions 1, 2, 3 |",
+        "| objective | seeds | steps | expected length | served length | served by seed | served positions 1, 2, 3 |",
         "|---|---|---|---|---|---|---|",
     ]
     for arm in args.arms:
@@ -76,7 +75,7 @@ def table(args: argparse.Namespace) -> str:
         cells = [
             arm,
             str(len(runs)),
-            str(runs[0]["updates"]),
+            str(runs[0]["steps"]),
             f"{mean(run['expected_acceptance_length'] for run in runs):.3f}",
             f"{mean(served):.3f}",
             ", ".join(f"{length:.3f}" for length in served),

@@ -1,6 +1,6 @@
 """What weight verification positions of starts that are never served should have in the drafter's objective.
 
-    cotrain init configs/quickstart.toml name=starts init.tokens=10000 init.epochs=1 init.holdout=0.15
+    cotrain init configs/quickstart.toml name=starts init.tokens=10000 init.epochs=1
     python benchmarks/start_weights.py runs/starts [--seeds 0 1] [--epochs 3]
 
 A verification step begins with a generated token. Starts before it can be trained on too. Each arm trains a drafter from
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from cotrain.config.load import parse_config
 from cotrain.models.loading import resolve_model
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.trainer.buffer import batches_of
-from cotrain.trainer.distiller import read_target_weights
+from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import Alignment, DraftBatch, generated_before
@@ -110,7 +111,7 @@ def row(run: Path, arm: str, seed: int, epochs: int) -> str:
     batches = [rows for rows, _ in batches_of(holdout, config.drafter.batch_tokens)]
     parts = [drafters.losses.acceptances([drafter], batch, target, sampling, objective)[0] for batch in batches]
     scored = rollout_acceptance(parts, rollout.num_speculative_tokens)
-    short = torch.tensor([r.num_tokens - r.prompt_length <= SHORT_ANSWER for r in holdout])
+    short = np.array([r.num_tokens - r.prompt_length <= SHORT_ANSWER for r in holdout])
     lengths = [length_of(scored.steps, scored.accepted, rows) for rows in (short | ~short, short, ~short)]
     rates = " ".join(f"{rate:.2f}" for rate in (scored.accepted.sum(0) / scored.steps.sum()).tolist())
     with arm_of(arm):
@@ -153,7 +154,7 @@ def response_tokens(records: Sequence[FeatureRecord], vocab_size: int) -> Tensor
     return counts
 
 
-def length_of(steps: Tensor, accepted: Tensor, rows: Tensor) -> float:
+def length_of(steps: np.ndarray, accepted: np.ndarray, rows: np.ndarray) -> float:
     return 1 + float(accepted[rows].sum() / steps[rows].sum())
 
 

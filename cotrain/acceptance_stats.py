@@ -82,16 +82,14 @@ def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
     start = rollout.segments[-1].start
     if not start:
         return rollout
-    by_segment, counts = steps_by_segment(rollout, recomputes), None
-    if rollout.speculation is not None and by_segment is not None:
-        counts = counts_of_steps(by_segment[-1], len(rollout.speculation.steps))
-    steps = by_segment[-1] if by_segment is not None else []
+    by_segment, counts = steps_by_segment(rollout, recomputes), rollout.speculation
+    steps = by_segment[-1] if by_segment else []
     return replace(
         rollout,
         prompt_token_ids=rollout.prompt_token_ids + rollout.token_ids[:start],
         token_ids=rollout.token_ids[start:],
         log_probs=rollout.log_probs[start:],
-        speculation=counts,
+        speculation=counts_of_steps(steps, len(counts.steps)) if counts and by_segment else None,
         verification_steps=tuple(step[:2] for step in steps),
         earlier=(),
         from_history=tuple(step[2] for step in steps) if rollout.from_history else (),
@@ -100,32 +98,35 @@ def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
 
 def counts_by_versions(rollouts: Iterable[Rollout], recomputes: bool = True) -> dict[Versions, SpeculationCounts]:
     """Return the drafter's counts by policy and drafter, over rollouts whose verification steps can be assigned to segments."""
-    found: dict[Versions, list[SpeculationCounts]] = defaultdict(list)
+    by_versions: dict[Versions, list[SpeculationCounts]] = defaultdict(list)
     for rollout in rollouts:
         if (counts := drafter_counts(rollout)) is not None and not rollout.earlier:
-            found[rollout.versions].append(counts)
+            by_versions[rollout.versions].append(counts)
         elif counts is not None:
             for segment, steps in zip(rollout.segments, steps_by_segment(rollout, recomputes) or (), strict=False):
                 own = (step for step in steps if not step[2])
-                found[segment.versions].append(counts_of_steps(own, len(counts.steps)))
-    return {versions: total for versions, counts in found.items() if (total := total_counts(counts)) is not None}
+                by_versions[segment.versions].append(counts_of_steps(own, len(counts.steps)))
+    return {versions: total for versions, parts in by_versions.items() if (total := total_counts(parts)) is not None}
+
+
+def policy_updates(rollout: Rollout) -> list[int]:
+    """Return the response positions at which the policy was replaced."""
+    return [b.start for a, b in pairwise(rollout.segments) if a.versions.policy != b.versions.policy]
 
 
 def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int, bool, int]]] | None:
-    """Return the verification steps of each segment, which are found by counting tokens: (draft tokens, accepted ones, whether
+    """Return the verification steps of each segment, by counting tokens: (draft tokens, accepted ones, whether
     they came from history, response tokens before the step's first input) each.
 
     The first token of a response has no verification step, and neither has the first one after a policy update that computes the
     text again (recomputes). Returns None if the count ends too early, because drafting paused or a request was preempted.
     """
-    starts = [segment.start for segment in rollout.segments]
-    parts = pairwise(rollout.segments)
-    updates = {b.start for a, b in parts if recomputes and a.versions.policy != b.versions.policy}
-    position, found = 1, [list[tuple[int, int, bool, int]]() for _ in starts]
+    starts, updates = [segment.start for segment in rollout.segments], policy_updates(rollout) if recomputes else []
+    position, by_segment = 1, [list[tuple[int, int, bool, int]]() for _ in starts]
     marks = rollout.from_history or [False] * len(rollout.verification_steps)
     for (drafted, accepted), is_history in zip(rollout.verification_steps, marks, strict=True):
         position += position in updates
-        found[bisect_right(starts, position) - 1].append((drafted, accepted, is_history, position - 1))
+        by_segment[bisect_right(starts, position) - 1].append((drafted, accepted, is_history, position - 1))
         position += 1 + accepted
     position += position in updates
-    return found if position >= len(rollout.token_ids) else None
+    return by_segment if position >= len(rollout.token_ids) else None

@@ -156,6 +156,10 @@ class WeightPayload:
     """Checksum of each tensor's bytes (see weights/payload.py)."""
 
 
+class WeightUpdateRefused(ValueError):
+    """An update that was not applied; the engine continues serving the weights it had."""
+
+
 @dataclass(frozen=True, slots=True)
 class SwapReport:
     """One weight update as an engine saw it."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafters.scores import RolloutAcceptance
+
 
 @dataclass(frozen=True)
 class StartAcceptance:
@@ -24,31 +26,6 @@ class StartAcceptance:
     drawn: Tensor  # [K, S] probability that the token that the rollout drew was an accepted draft
     rollout: Tensor  # [S] int64
     offset: Tensor  # [S] int64, generated tokens before the start's first input; negative: no step begins here
-
-
-@dataclass(frozen=True)
-class RolloutAcceptance:
-    """What each of R rollouts adds to the expected acceptance length. NaN for a rollout with a hole.
-
-    The rates of any subset of rollouts are accepted.sum(0) / steps.sum() over it, so resampling needs no forward pass.
-    """
-
-    steps: Tensor  # [R] float64, expected verification steps
-    accepted: Tensor  # [R, k] float64, expected steps that accept draft position j and all before it
-    known: Tensor  # [R] int64, acceptances that are not NaN; equal for two drafters on the same rollouts
-
-    def joined(self, other: "RolloutAcceptance") -> "RolloutAcceptance":
-        """Return the rows of both."""
-        pairs = (self.steps, other.steps), (self.accepted, other.accepted), (self.known, other.known)
-        return RolloutAcceptance(*map(torch.cat, pairs))
-
-    def rates(self) -> list[float]:
-        """Return, for each draft position, the share of verification steps that accept it and all before it, as in vLLM.
-
-        Rollouts with a hole are left out; empty when no rollout is left. Unbiased over rollouts sampled from the target.
-        """
-        whole = self.steps.isfinite()
-        return (self.accepted[whole].sum(0) / self.steps[whole].sum()).tolist() if whole.any() else []
 
 
 def rollout_acceptance(
@@ -76,7 +53,7 @@ def rollout_acceptance(
         known[whole] = tables[:, whole].isfinite().sum((0, 2, 3))
         begun = None if drafted is None else _begun(drafted, num_speculative_tokens, exists)[whole]
         steps[whole], accepted[whole] = _steps_and_accepted(tables[:, whole], exists[whole], begun)
-    return RolloutAcceptance(steps, accepted, known)
+    return RolloutAcceptance(steps.numpy(), accepted.numpy(), known.numpy())
 
 
 def rollout_acceptances(

@@ -26,8 +26,9 @@ are the target's: t at draft position 0, t+k at draft position k.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,13 @@ class DraftBatch:
     positions: Tensor  # [N] int64, position within its rollout
     document_ids: Tensor  # [N] int64, which rollout
     policy_version: int  # of the policy that computed the features
+
+    def to(self, device: str | torch.device) -> "DraftBatch":
+        """Return the batch on another device."""
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ from cotrain.policy.learner import PolicyLearner
 from cotrain.policy.losses import group_advantages
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.threads import engine_environment
-from cotrain.publish.decision import judge
+from cotrain.publish.decision import Outcome, judge
+from cotrain.publish.evidence import Evidence, Publication
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, ScoredRollout
 from cotrain.tasks.base import build_score, build_task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt, load_tokenizer
@@ -55,9 +56,8 @@ class Roles:
     learner: PolicyLearner
     trainer: DrafterTrainer
     scratch: Path
-    judged: int = 0
-    """Optimizer steps behind the candidate that was judged last."""
-    swap_seconds: float = 0.0
+    serving: Publication
+    """What was decided on the drafter before."""
 
 
 async def start(config: RunConfig, model: Path, scratch: Path) -> Roles:
@@ -72,7 +72,7 @@ async def start(config: RunConfig, model: Path, scratch: Path) -> Roles:
     engine = RolloutEngine(spec)
     await engine.start()
     learner = PolicyLearner(config.policy, config.rollout, str(model), config.steps, config.seed, device)
-    return Roles(engine, learner, trainer, scratch)
+    return Roles(engine, learner, trainer, scratch, Publication(last_good=0))
 
 
 def prompts_of_steps(config: RunConfig, model: Path) -> Iterator[list[tuple[Prompt, list[int]]]]:
@@ -104,23 +104,20 @@ def with_advantages(config: RunConfig, rewards: list[float], batch: RolloutBatch
 async def improve_drafter(config: RunConfig, roles: Roles, batch: RolloutBatch, step: int) -> str:
     """Score, decide, swap, train. Returns what was decided, in words."""
     assert config.drafter is not None
-    serving, trainer = roles.engine.versions.drafter, roles.trainer
-    scores, _ = trainer.take_in(batch.features, serving, (), roles.judged)
-    decision = "no candidate yet"
-    if scores.candidate is not None:
-        lifetime = max(config.drafter.train_every, scores.steps)
-        verdict = judge(scores.gathered or scores, batch, lifetime, roles.swap_seconds, config.drafter.gate)
-        decision = verdict.reason
-        if verdict.kind is not None:
-            roles.judged = scores.updates
-        if verdict.kind == "published":
-            version = trainer.publish()
-            payload = trainer.write_payload(roles.scratch / "drafter.safetensors", version)
-            rates = None if verdict.expected is None else verdict.expected.rates[-1].tolist()
-            roles.swap_seconds = (await roles.engine.update_drafter(payload, version, rates)).seconds
+    serving, trainer, versions = roles.serving, roles.trainer, roles.engine.versions
+    scores, _ = trainer.take_in(batch.features, versions.drafter, (), serving.judged_update)
+    outcome = Outcome(serving)
+    judge(Evidence(step, batch, versions, serving, scores.gathered or scores), config.drafter, outcome)
+    roles.serving = outcome.serving
+    if outcome.events and outcome.events[-1].kind == "published":
+        version = trainer.publish()
+        payload = trainer.write_payload(roles.scratch / "drafter.safetensors", version)
+        rates = None if outcome.expected is None else outcome.expected.rates[-1].tolist()
+        swap = await roles.engine.update_drafter(payload, version, rates)
+        roles.serving = outcome.serving.published(versions.drafter, version, swap.seconds, scored=False)
     if config.drafter.train and step % config.drafter.train_every == 0:
         trainer.train(step, config.drafter.updates_per_step)
-    return decision
+    return outcome.events[-1].reason if outcome.events else "no candidate yet"
 
 
 async def improve_policy(roles: Roles, scored: list[ScoredRollout]) -> None:

@@ -4,21 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
 
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
-from cotrain.publish.evidence import Evidence, Publication
+from cotrain.publish.evidence import Evidence, FreshScores, Publication
 from cotrain.records import Rollout, RolloutBatch, Versions
-from cotrain.trainer.trainer import FreshScores
-from drafters.acceptance import RolloutAcceptance
+from drafters.scores import RolloutAcceptance
 
 
 def expected_from(rollouts: Sequence[Rollout]) -> ExpectedAcceptance:
     """Served counts of these rollouts as the expectation for those after them, at every draft length alike."""
     counted = [(r.prompt_id, r.speculation) for r in rollouts if r.speculation is not None and r.speculation.num_drafts]
-    steps = torch.tensor([float(counts.num_drafts) for _, counts in counted], dtype=torch.float64)
-    accepted = torch.tensor([counts.accepted_per_position for _, counts in counted], dtype=torch.float64)
-    known = torch.ones(len(counted), dtype=torch.int64)
+    steps = np.array([float(counts.num_drafts) for _, counts in counted])
+    accepted = np.array([counts.accepted_per_position for _, counts in counted], np.float64)
+    known = np.ones(len(counted), np.int64)
     scores = [RolloutAcceptance(steps, accepted[:, :k], known) for k in range(1, accepted.shape[1] + 1)]
     found = expected_of(scores, [prompt for prompt, _ in counted])
     assert found is not None
@@ -28,5 +27,5 @@ def expected_from(rollouts: Sequence[Rollout]) -> ExpectedAcceptance:
 def evidence_of(batch: RolloutBatch, versions: Versions, **changes: Any) -> Evidence:
     """Evidence of a step that scored no drafter; nothing is expected of the serving one unless `changes` say so."""
     serving = Publication(versions.drafter)
-    evidence = Evidence(1, batch, versions, serving, FreshScores([], [], None, 0, []), None)
+    evidence = Evidence(1, batch, versions, serving, FreshScores([], [], None, 0, []))
     return replace(evidence, **changes)

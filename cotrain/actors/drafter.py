@@ -7,9 +7,10 @@ from cotrain.actors.learner import Learner, LearnerActor, Pending
 from cotrain.config.schema import RunConfig
 from cotrain.process.cluster import Cluster
 from cotrain.process.threads import openmp_environment
+from cotrain.publish.evidence import FreshScores
 from cotrain.records import WeightPayload
 from cotrain.trainer.spec import trainer_spec
-from cotrain.trainer.trainer import DrafterTrainer, FreshScores
+from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.nodes import Nodes
 from drafters.base import ServingSpec
 
@@ -28,9 +29,9 @@ class Drafter(Learner[DrafterTrainer]):
         return self._begin(DrafterTrainer.set_target_weights, path, policy_version)
 
     def take_in(
-        self, shards: list[str], serving: int, keep: Collection[int], judged: int
+        self, features: list[str], serving: int, keep: Collection[int], judged: int
     ) -> tuple[FreshScores, dict[str, float]]:
-        return self._call(DrafterTrainer.take_in, shards, serving, keep, judged)
+        return self._call(DrafterTrainer.take_in, features, serving, keep, judged)
 
     def begin_train(self, step: int, num_updates: int) -> Pending[dict[str, float]]:
         return self._begin(DrafterTrainer.train, step, num_updates)

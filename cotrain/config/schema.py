@@ -339,11 +339,9 @@ class InitConfig(Section):
     )
 
     tokens: PositiveInt = 200_000
-    """Response tokens to collect, the hold-out included."""
+    """Response tokens to collect, of which about a tenth are held out."""
     epochs: PositiveInt = 3
-    """Passes over the training rollouts."""
-    holdout: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the prompts held out to choose the best epoch and for the served evaluation."""
+    """Passes over the others in training."""
 
 
 class MonitorConfig(Section):

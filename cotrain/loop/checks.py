@@ -1,6 +1,5 @@
 """Checks that a run makes of its own rollouts: hidden states and log-probs at its start, and their distribution all along."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +7,10 @@ from cotrain.acceptance_stats import last_segment
 from cotrain.config.schema import RunConfig
 from cotrain.loop.roles import Roles
 from cotrain.loop.step import Clock
+from cotrain.lossless.emitted import Draws
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.publish.alarms import Alarm
-from cotrain.records import RolloutBatch, ScoredRollout
+from cotrain.records import Rollout, RolloutBatch, ScoredRollout
 from cotrain.run.console import Console
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import SamplingParams
@@ -25,9 +25,7 @@ class Checks:
         rollout = config.rollout
         self._config, self._roles, self._console, self._first_step = config, roles, console, first_step
         self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-        self.monitor = LosslessMonitor(config.lossless, self._sampling, rollout.dtype, config.seed)
-        if saved is not None:
-            self.monitor.load_state(saved)
+        self.monitor = LosslessMonitor(config.lossless, self._sampling, rollout.dtype, config.seed, saved)
         self._features_checked = False
 
     def features(self, batch: RolloutBatch, policy_version: int, clock: Clock) -> None:
@@ -67,15 +65,17 @@ class Checks:
         It checks whole last segments of the step's rollouts. A step takes its groups by number: among rollouts that happen to
         have ended first, short ones would be seen too often. Returns alarms, and the metrics of a check.
         """
-        monitor, started = self.monitor, time.perf_counter()
+
+        def forward(chosen: list[Rollout]) -> list[Draws]:
+            with clock.phase("lossless"):
+                return self._roles.policy.response_draws(chosen, self._sampling, self.monitor.logit_tolerance)
+
         tails = [last_segment(one.rollout) for one in scored]
         current = [rollout for rollout in tails if rollout.versions.policy == policy_version]
-        chosen = monitor.choose(current) if current and monitor.due(step, run_seconds) else None
-        if chosen is None:
+        checked = self.monitor.check(step, current, run_seconds, forward)
+        if checked is None:
             return [], {}
-        with clock.phase("lossless"):
-            draws = self._roles.policy.response_draws(chosen.rollouts, self._sampling, monitor.logit_tolerance)
-            verdict, metrics = monitor.check(step, chosen, draws, time.perf_counter() - started)
+        verdict, metrics = checked
         if verdict.passed:
             return [], metrics
         what = f"rollouts do not have the policy's distribution: {verdict}"

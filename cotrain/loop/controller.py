@@ -6,7 +6,7 @@ generated all the time, and engines take weights in the middle of them. Every to
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cotrain.acceptance_stats import counts_by_depth
@@ -23,7 +23,6 @@ from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.publish.decision import Outcome
 from cotrain.records import RolloutBatch, ScoredRollout, SwapReport, Versions
-from cotrain.run.advice import Advice
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
@@ -50,7 +49,6 @@ class Records:
     """Engine steps and acceptance, for `cotrain simulate`."""
     tracker: Tracker
     console: Console
-    advice: Advice = field(default_factory=Advice)
 
     def event(self, step: int, event: str, **fields: Any) -> None:
         """Write an event of now."""
@@ -269,9 +267,6 @@ class Controller:
         write_samples(self.run_dir.samples_file(step), result.scored, result.prompts, self.prompts.tokenizer)
         notes = [records.tracker.behind, *(event.in_short() for event in result.events), self.mode or ""]
         records.console.step(step, self.config.steps, row, self.versions, notes)
-        lag = self.config.stream.max_policy_lag
-        for advice in records.advice.look(row, lag) if lag else ():
-            records.console.say(f"  {advice}")
         for event in result.events:
             if event.is_bad_news:
                 records.console.say(f"  {event.kind}: {event.reason}")

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from cotrain.config.schema import RunConfig
 from cotrain.loop.windows import StepWindow
-from cotrain.publish.decision import Outcome
+from cotrain.publish.decision import DrafterEvent, Outcome
 from cotrain.records import Prompt, ScoredRollout, SwapReport, Versions
 from cotrain.run.console import Console
-from cotrain.run.rows import DrafterEvent
 from cotrain.run.step_metrics import idle_metrics, lag_metrics, rollout_metrics
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from drafters.acceptance import RolloutAcceptance
+from drafters.scores import RolloutAcceptance
 
 Array = NDArray[np.float64]
 
@@ -79,6 +79,15 @@ class ExpectedAcceptance:
         freedom = (self.num_prompts - 1) * (variance / between) ** 2 if between else np.inf
         return self.length_at(steps) - tolerance - float(stdtrit(min(freedom, 1e9), 1 - chance)) * sqrt(variance)
 
+    def metrics(self, steps: Sequence[int]) -> dict[str, float]:
+        """Return what is expected at K draft tokens and, if these steps have an expectation, in them."""
+        metrics = {"rollout/expected_acceptance_length_longest": self.longest}
+        if self.covers(steps):
+            metrics["rollout/expected_acceptance_length"] = self.length_at(steps)
+            rates = enumerate(self.rates_at(steps).tolist(), start=1)
+            metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in rates if any(steps[k - 1 :])}
+        return metrics
+
     def _weights(self, steps: Sequence[int]) -> Array:
         counted = np.zeros(len(self.rates))
         counted[: len(steps)] = steps[: len(self.rates)]
@@ -93,13 +102,13 @@ def expected_of(
     Rollouts with a hole (missing hidden states) are left out; None if fewer than two prompts remain. prompts [R]: the prompt of
     each rollout. chosen [R]: use only these rollouts; None uses all of them.
     """
-    whole = scores[-1].steps.isfinite().numpy() & (True if chosen is None else chosen)
+    whole = np.isfinite(scores[-1].steps) & (True if chosen is None else chosen)
     names, groups = np.unique(np.asarray(prompts)[whole], return_inverse=True)
     if len(names) < 2:
         return None
     rates, without = np.zeros((len(scores), len(scores))), np.zeros((len(scores), len(names)))
     for k, scored in enumerate(scores):
-        steps, accepted = scored.steps.numpy()[whole], scored.accepted.numpy()[whole]
+        steps, accepted = scored.steps[whole], scored.accepted[whole]
         rates[k, : k + 1] = accepted.sum(0) / max(steps.sum(), 1e-9)  # no step where this length was not served
         of_prompt = [np.bincount(groups, weights) for weights in (accepted.sum(1), steps)]
         without[k] = np.divide(of_prompt[0].sum() - of_prompt[0], np.maximum(of_prompt[1].sum() - of_prompt[1], 1e-9))

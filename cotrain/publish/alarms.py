@@ -11,14 +11,16 @@ from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.config.schema import MIN_PROMPTS, DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
-from cotrain.publish.evidence import Evidence
+from cotrain.publish.evidence import CANARY_STEPS, Evidence
 from cotrain.records import SpeculationCounts
 
-FALSE_ALARM_RATE = 0.01
+FALSE_ALARM_RATE, NUM_TESTS = 0.01, 2
 """Probability that the statistical alarms of a whole run fire although the drafter is healthy. A false alarm ends the run, so it
 may happen in one of a hundred at most. The probability is split evenly over NUM_TESTS and the steps of the run."""
 
-NUM_TESTS = 2
+CANARY_ALPHA = 0.02
+"""Probability that a publication which serves as expected is rolled back, split over its CANARY_STEPS. That costs two swaps and
+the gain of one candidate, so it may happen far more often than a false alarm, which ends the run."""
 
 ROLLOUT_CORRELATION = 0.2
 """Intraclass correlation of acceptance within a rollout, as assumed by the test for zero acceptance: drafts of one rollout tend
@@ -26,20 +28,6 @@ to succeed or fail together. 0 would count every draft as an independent trial."
 
 LOWER_BOUND_ERRORS = 3.0
 """Number of standard errors that the test for zero acceptance subtracts from the expected gain."""
-
-COLLAPSED = (
-    "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
-    "finite, it reads other target layers than it was trained on, or requests are longer than its "
-    "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
-    "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
-    "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
-)
-BELOW_EXPECTED = (
-    "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
-    "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: low at position 1 means wrong weights or "
-    "layers, low later only the autoregressive loop; resume from the last checkpoint, or raise drafter.alarms.tolerance",
-)
-"""Probable cause and remedy of the two statistical alarms."""
 
 LAG_ROUNDS = 4
 """Training rounds that may pass without a comparison, while steps have enough rollouts for one."""
@@ -76,17 +64,8 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
 
     While the canary watches the serving drafter, low acceptance is left to the canary.
     """
-    found = [*_delivery_alarms(evidence)]
-    lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
-    if config.train and lag > limit:
-        what = f"no candidate was compared with the serving drafter in {lag} steps with enough rollouts (limit {limit})"
-        cause = "candidates are refused (decisions.jsonl has the reasons), the trainer produces none, or rollouts lack features"
-        found.append(Alarm("drafter_lags", what, cause, "see these reasons, and logs/drafter.log"))
-    if not evidence.serving.watched:
-        significance = FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
-        _, alarm = check_acceptance(evidence, config.alarms.tolerance, significance)
-        found += [] if alarm is None else [alarm]
-    return found
+    low = None if evidence.serving.watched else check_acceptance(evidence, config, total_steps)[1]
+    return [*_failures(evidence, config), *([] if low is None else [low])]
 
 
 def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts, num_rollouts: int) -> float:
@@ -102,11 +81,11 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
 
 
 def check_acceptance(
-    evidence: Evidence, tolerance: float, significance: float
+    evidence: Evidence, config: DrafterConfig, total_steps: int
 ) -> tuple[dict[str, float], Alarm | None]:
-    """Compare served with expected acceptance on the same rollouts; alarm if the difference is beyond noise.
+    """Compare served with expected acceptance on the same rollouts; alarm if the difference is beyond noise and tolerance.
 
-    tolerance: share of the expected gain that may be missing. The numbers are empty if the step has no evidence on the drafter.
+    The numbers are empty if the step has no evidence on the drafter.
     """
     # After a pause in drafting, the expected acceptance of a rollout is unknown.
     serving = evidence.versions.drafter
@@ -114,24 +93,39 @@ def check_acceptance(
     counts, expected = total_counts(map(drafter_counts, rollouts)), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
         return {}, None
+    canary = evidence.serving.watched > 0
+    significance = CANARY_ALPHA / CANARY_STEPS if canary else FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
     served, length, num_drafts = counts.acceptance_length, expected.length_at(counts.steps), counts.num_drafts
     num_prompts = len({rollout.prompt_id for rollout in rollouts})
-    bound = expected.lowest_served(counts.steps, num_prompts, tolerance * (length - 1.0), significance)
+    tolerance = config.alarms.tolerance * (length - 1.0)
+    bound = expected.lowest_served(counts.steps, num_prompts, tolerance, significance)
     numbers = {"served_length": served, "expected_length": length, "num_drafts": float(num_drafts), "bound": bound}
     if served == 1.0 and (chance := collapse_probability(expected, counts, len(rollouts))) < significance:
-        what = (
+        return numbers, Alarm(
+            "acceptance_collapsed",
             f"no draft token was accepted in {num_drafts} verification steps, where an acceptance length of "
-            f"{length:.2f} is expected (chance {chance:.1g})"
+            f"{length:.2f} is expected (chance {chance:.1g})",
+            "the engines serve other drafter weights than the trainer's, the drafter's KV cache holds values that are not "
+            "finite, it reads other target layers than it was trained on, or requests are longer than its "
+            "max_position_embeddings or so close to max_model_len that vLLM drafts token 0 for their whole batch",
+            "check drafter.model.aux_layers, and rollout.max_prompt_tokens + max_new_tokens against "
+            "max_position_embeddings in the drafter's config.json; resume from the last checkpoint",
+            numbers | {"chance": chance},
         )
-        return numbers, Alarm("acceptance_collapsed", what, *COLLAPSED, numbers | {"chance": chance})
     if 1.0 < served < bound and expected.num_prompts >= MIN_PROMPTS:
-        what = f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected"
-        return numbers, Alarm("acceptance_below_expected", what, *BELOW_EXPECTED, numbers)
+        return numbers, Alarm(
+            "acceptance_below_expected",
+            f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected",
+            "training and serving differ (layers, positions, sampling, vocabulary mapping), or an older drafter is served",
+            "compare rollout/acceptance_rate_pos_* with rollout/expected_rate_pos_*: low at position 1 means wrong weights or "
+            "layers, low later only the autoregressive loop; resume from the last checkpoint, or raise drafter.alarms.tolerance",
+            numbers,
+        )
     return numbers, None
 
 
-def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
-    """Yield alarms for versions and weights that differ from those sent, and for a lack of draft tokens."""
+def _failures(evidence: Evidence, config: DrafterConfig) -> Iterator[Alarm]:
+    """Yield alarms for versions and weights that differ from those sent, a lack of draft tokens, and candidates that never come."""
     batch, believed, sent = evidence.batch, evidence.versions, evidence.sent
     if others := {rollout.versions for rollout in batch.rollouts} - {believed, *evidence.known}:
         yield Alarm(
@@ -160,4 +154,12 @@ def _delivery_alarms(evidence: Evidence) -> Iterator[Alarm]:
             "the scheduler does not read the draft length, or the engine was started without speculation",
             "read logs/rollout_*.log for the speculative configuration; leave rollout.vllm.scheduler_cls and "
             "max_model_len to cotrain",
+        )
+    lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
+    if config.train and lag > limit:
+        yield Alarm(
+            "drafter_lags",
+            f"no candidate was compared with the serving drafter in {lag} steps with enough rollouts (limit {limit})",
+            "candidates are refused (decisions.jsonl has the reasons), the trainer produces none, or rollouts lack features",
+            "see these reasons, and logs/drafter.log",
         )

@@ -4,23 +4,17 @@ Alarms come first, then the canary, then the gate (docs/internals/publishing.md)
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
 from cotrain.acceptance_stats import share_from_history
-from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig, GateConfig
+from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
-from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication
+from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication, enough
 from cotrain.records import RolloutBatch, SwapReport
-from cotrain.run.rows import DrafterEvent, Kind
-from cotrain.trainer.trainer import FreshScores, enough
-
-CANARY_ALPHA = 0.02
-"""Probability that a publication which serves as expected is rolled back, split over its CANARY_STEPS. That costs two swaps and
-the gain of one candidate, so it may happen far more often than a false alarm, which ends the run."""
 
 CONFIDENCE = 0.95
 """Confidence of the lower bound of each candidate's gain. A publication without any gain costs only a swap."""
@@ -28,24 +22,45 @@ CONFIDENCE = 0.95
 MARGIN = 0.02
 """Acceptance length that the lower bound of the gain must exceed; a smaller gain would not show in the speed."""
 
+Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm"]
+
+
+@dataclass(frozen=True)
+class DrafterEvent:
+    """One decision about the drafter, as decisions.jsonl holds it."""
+
+    step: int
+    kind: Kind
+    """A candidate is published, kept back or refused; the canary rolls it back or keeps it; a step raises an alarm."""
+    version: int  # the drafter that the engines serve from the next step on
+    reason: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_bad_news(self) -> bool:
+        """Whether a person would want to read it in full."""
+        return self.kind in ("refused", "rolled back", "alarm")
+
+    def in_short(self) -> str:
+        """Return the event in short for the end of a step line; empty if the line shows it anyway."""
+        if self.kind in ("published", "kept"):
+            return ""
+        return "drafter rolled back" if self.kind == "rolled back" else f"drafter {self.reason.partition(':')[0]}"
+
 
 @dataclass
 class Outcome:
-    """What a step does about the drafter, and why."""
+    """What is decided about the drafter, and why."""
 
-    serving: Publication
-    """The record of the serving drafter after this step, before a swap."""
-    events: list[DrafterEvent]
+    serving: Publication  # the record of the serving drafter after this step, before a swap
+    events: list[DrafterEvent] = field(default_factory=list)
     """Reasons in words and numbers. The last one says whether the candidate or the last good version is to serve."""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
     expected: ExpectedAcceptance | None = None
     """What the published candidate is expected to reach; None when it could not be scored."""
-    failure: DrafterAlarm | None = None
-    """To be raised once the events are recorded."""
-    swap: SwapReport | None = None
-    """The swap, when there was one: the publisher fills it in."""
-    trains: bool = False
-    """Whether the drafter is to be trained on this step's rollouts."""
+    failure: DrafterAlarm | None = None  # to be raised once the events are recorded
+    swap: SwapReport | None = None  # the swap, when there was one: the publisher fills it in
+    trains: bool = False  # whether the drafter is to be trained on this step's rollouts
 
     @property
     def promised(self) -> dict[str, float]:
@@ -55,16 +70,13 @@ class Outcome:
         metrics = {f"drafter/acceptance_rate_pos_{k}": rate for k, rate in enumerate(self.expected.rates[-1], start=1)}
         return metrics | {"drafter/expected_acceptance_length": self.expected.longest}
 
-
-class Judgement(NamedTuple):
-    """What the gate found of a candidate, in words and numbers."""
-
-    kind: Kind | None
-    """None while there is too little to judge by."""
-    reason: str
-    numbers: dict[str, float]
-    expected: ExpectedAcceptance | None = None
-    """What the candidate is expected to reach."""
+    def note(self, evidence: Evidence, kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
+        """Add an event, and its numbers to the metrics. A candidate that is published, kept back or refused has been judged."""
+        self.events.append(DrafterEvent(evidence.step, kind, evidence.versions.drafter, reason, numbers))
+        self.metrics |= numbers
+        if kind in ("published", "kept back", "refused"):
+            unjudged = 0 if kind == "kept back" else self.serving.unjudged
+            self.serving = replace(self.serving, judged_update=evidence.scores.updates, unjudged=unjudged)
 
 
 def alarmed(step: int, version: int, serving: Publication, alarms: Sequence[Alarm]) -> Outcome:
@@ -74,80 +86,72 @@ def alarmed(step: int, version: int, serving: Publication, alarms: Sequence[Alar
 
 
 def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outcome:
-    """Make the decision of one step."""
-    step, serving, scores = evidence.step, evidence.serving, evidence.scores.gathered or evidence.scores
-    version = evidence.versions.drafter
-    outcome = Outcome(serving, [], {}, trains=config.train and step % config.train_every == 0)
-
-    def note(kind: Kind, reason: str, numbers: Mapping[str, float]) -> None:
-        outcome.events.append(DrafterEvent(step, kind, version, reason, numbers))
-
+    """Make the decision of one step of a run of `total_steps` steps."""
+    step, version, serving, scores = evidence.step, evidence.versions.drafter, evidence.serving, evidence.scores
     if alarms := check_step(evidence, config, total_steps):
         return alarmed(step, version, serving, alarms)
+    outcome = Outcome(serving, trains=config.train and step % config.train_every == 0)
     if serving.watched:
-        numbers, low = check_acceptance(evidence, config.alarms.tolerance, CANARY_ALPHA / CANARY_STEPS)
+        numbers, low = check_acceptance(evidence, config, total_steps)
         outcome.metrics = {f"canary/{name}": value for name, value in numbers.items()}
         outcome.metrics["canary/step"] = float(CANARY_STEPS - serving.watched + 1)
         if low:
             outcome.metrics["canary/roll_back_to"] = float(serving.last_good)
             reason = f"version {version}: {low.what}; back to {serving.last_good}"
-            note("rolled back", reason, outcome.metrics)
+            outcome.note(evidence, "rolled back", reason, dict(outcome.metrics))
             return outcome
-        if numbers:
-            serving = replace(serving, watched=serving.watched - 1)
+        serving = replace(serving, watched=serving.watched - bool(numbers))
         if not serving.watched:
             serving = replace(serving, last_good=version)
-            note("kept", f"version {version} is served as expected: kept", outcome.metrics)
+            outcome.note(evidence, "kept", f"version {version} is served as expected: kept", dict(outcome.metrics))
     draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
     unjudged = serving.unjudged + (scores.suffice or enough(draftable))
-    if scores.candidate is not None:
-        lifetime = max(config.train_every, scores.steps)
-        gate = judge(scores, evidence.batch, lifetime, serving.swap_seconds, config.gate)
-        outcome.metrics, outcome.expected = outcome.metrics | gate.numbers, gate.expected
-        if gate.kind is not None:
-            note(gate.kind, gate.reason, gate.numbers)
-            unjudged = 0 if gate.kind == "kept back" else unjudged
-            serving = replace(serving, judged_update=scores.updates)
     outcome.serving = replace(serving, unjudged=unjudged)
+    judge(evidence, config, outcome)
     return outcome
 
 
-def judge(
-    scores: FreshScores, batch: RolloutBatch, lifetime_steps: int, swap_seconds: float, config: GateConfig
-) -> Judgement:
-    """Compare the candidate with the serving drafter on the same rollouts, and weigh the seconds saved against the swap.
+def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
+    """Compare the candidate, if there is one, with the serving drafter on the same rollouts, and add the verdict to `outcome`.
 
-    lifetime_steps: steps until the next candidate may replace this one. A candidate is refused if acceptances are not finite.
-    It waits for more rollouts if there are too few, unless config.publish_when is "always".
+    It is published if its gain is certain and saves more seconds than the swap takes, before the next candidate may replace it.
+    It is refused if acceptances are not finite, and waits for more rollouts if there are too few, unless drafter.gate.publish_when
+    is "always".
     """
-    assert scores.candidate is not None
+    scores, batch = evidence.scores, evidence.batch
+    if scores.candidate is None:
+        return
     ours, theirs = scores.candidate[-1].known, scores.serving[-1].known
     if broken := int((ours != theirs).sum()):
         name = "candidate" if ours.sum() < theirs.sum() else "serving drafter"
         reason = f"refused: acceptances of the {name} are not finite on {broken} of {len(ours)} rollouts"
-        return Judgement("refused", reason, {"gate/publish": 0.0})
+        outcome.note(evidence, "refused", reason, {"gate/publish": 0.0})
+        return
     candidate, serving = (expected_of(one, scores.prompts) for one in (scores.candidate, scores.serving))
     num_rollouts, num_prompts = (candidate.num_rollouts, candidate.num_prompts) if candidate is not None else (0, 0)
     judged_on = f"{num_rollouts} rollouts of {num_prompts} prompts"
-    always = config.publish_when == "always"
-    kind: Kind | None = "published" if always else "refused" if scores.suffice else None
+    kind: Kind = "kept back"
+    numbers = {"gate/num_rollouts": float(num_rollouts), "gate/num_prompts": float(num_prompts)}
+    always = config.gate.publish_when == "always"
     because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
-        needed = f"and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed to judge"
-        reason = f"{kind or 'waits'}{because}: {judged_on} could be scored, {needed}"
-        found = {} if kind is None else {"gate/publish": float(always)}
-        return Judgement(kind, reason, found | {"gate/num_rollouts": num_rollouts, "gate/num_prompts": num_prompts})
+        outcome.metrics |= numbers
+        if always or scores.suffice:
+            kind = "published" if always else "refused"
+            reason = f"{judged_on} could be scored, and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed"
+            outcome.note(evidence, kind, f"{kind}{because}: {reason}", numbers | {"gate/publish": float(always)})
+        return
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
     # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
     # What is drafted from history gains nothing from a better drafter.
-    share = 1 - share_from_history(batch.rollouts)
-    saved, cost = lifetime_steps * share * seconds_saved(batch, candidate, serving), swap_seconds * batch.exposed
+    share = max(config.train_every, scores.steps) * (1 - share_from_history(batch.rollouts))
+    saved, cost = share * seconds_saved(batch, candidate, serving), evidence.serving.swap_seconds * batch.exposed
     if not always and bound <= MARGIN:
-        kind, because = "kept back", f", no gain above the margin of {MARGIN:g} is certain"
+        because = f", no gain above the margin of {MARGIN:g} is certain"
     elif not always and saved <= cost:
-        kind, because = "kept back", ", the swap would cost more than it saves"
+        because = ", the swap would cost more than it saves"
     else:
-        kind = "published"
+        kind, outcome.expected = "published", candidate
     reason = (
         f"{kind}{because}: acceptance length {candidate.longest:.3f} against {serving.longest:.3f} served, gain "
         f"{gain:+.3f}, at least {bound:+.3f} ({CONFIDENCE:.0%}, {judged_on}, {len(scores.candidate)} draft tokens), "
@@ -155,10 +159,9 @@ def judge(
     )
     if batch.exposed < 1:
         reason += f"; {batch.exposed:.0%} of the generation time is waited for"
-    numbers = {"publish": kind == "published", "candidate_length": candidate.longest, "serving_length": serving.longest}
-    numbers |= {"gain": gain, "lower_bound": bound, "seconds_saved": saved, "swap_seconds": cost}
-    numbers |= {"num_rollouts": num_rollouts, "num_prompts": num_prompts}
-    return Judgement(kind, reason, {f"gate/{name}": float(value) for name, value in numbers.items()}, candidate)
+    numbers |= {"gate/publish": float(kind == "published"), "gate/gain": gain, "gate/lower_bound": bound}
+    numbers |= {"gate/candidate_length": candidate.longest, "gate/serving_length": serving.longest}
+    outcome.note(evidence, kind, reason, numbers | {"gate/seconds_saved": saved, "gate/swap_seconds": cost})
 
 
 def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:

@@ -3,28 +3,62 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.records import RolloutBatch, Versions
-from cotrain.trainer.trainer import FreshScores
+from drafters.scores import RolloutAcceptance
 
 CANARY_STEPS = 4
 """Number of steps for which the canary watches a publication; a broken delivery shows in the first two."""
+
+
+def enough(prompts: Sequence[str]) -> bool:
+    """Whether rollouts of these prompts [R] can judge a candidate."""
+    return len(prompts) >= MIN_ROLLOUTS and len(set(prompts)) >= MIN_PROMPTS
+
+
+@dataclass(frozen=True, eq=False)
+class FreshScores:
+    """Expected acceptance on rollouts, before any drafter was trained on them."""
+
+    prompts: list[str]  # [R] prompt of each rollout
+    serving: list[RolloutAcceptance]  # [K] of the serving drafter at draft lengths 1 to K
+    candidate: list[RolloutAcceptance] | None
+    """[K] of the candidate; None where all weights so far were judged or published."""
+    updates: int  # optimizer steps that led to the candidate
+    served_by: list[int]  # [R] drafter version that the last segment of each rollout was drafted with
+    served: list[RolloutAcceptance] | None = None
+    """[K] of the serving drafter, where it has drafted, if drafts come from history too; None where it drafts throughout."""
+    steps: int = 1  # steps that the rollouts are of
+    gathered: "FreshScores | None" = None
+    """The same candidate on these rollouts and those of the steps before; None is these alone. Nothing but the gate reads it."""
+
+    @property
+    def suffice(self) -> bool:
+        """Whether a candidate can be judged by them."""
+        return enough(self.prompts)
+
+    def after(self, earlier: "FreshScores | None") -> "FreshScores":
+        """Return these scores and earlier ones together, or these alone if the earlier ones are not of the same candidate."""
+        if earlier is None or earlier.updates != self.updates or not (self.candidate and earlier.candidate):
+            return self
+        pairs = [zip(earlier.serving, self.serving, strict=True), zip(earlier.candidate, self.candidate, strict=True)]
+        serving, candidate = ([old.joined(new) for old, new in pair] for pair in pairs)
+        prompts, served_by = earlier.prompts + self.prompts, earlier.served_by + self.served_by
+        return FreshScores(prompts, serving, candidate, self.updates, served_by, steps=earlier.steps + 1)
 
 
 @dataclass(frozen=True)
 class Publication:
     """The record of the drafter that serves, with what the next decision must know of earlier ones. Saved in checkpoints."""
 
-    last_good: int
-    """The last version that was served as expected; a roll-back returns to it."""
+    last_good: int  # the last version that was served as expected; a roll-back returns to it
     judged_update: int = 0
     """Optimizer steps behind the candidate that was last judged; each candidate is judged only once."""
     unjudged: int = 0
     """Steps with enough rollouts to judge by, scored or not, since a candidate was last compared with the serving drafter."""
-    swap_seconds: float = 0.0
-    """Seconds that the last swap took."""
-    watched: int = 0
-    """Number of further steps for which the canary watches the serving drafter."""
+    swap_seconds: float = 0.0  # seconds that the last swap took
+    watched: int = 0  # number of further steps for which the canary watches the serving drafter
 
     def published(self, before: int, version: int, swap_seconds: float, scored: bool) -> "Publication":
         """Return the record once a candidate serves. It is watched if it could be scored; otherwise it counts as good.
@@ -47,15 +81,13 @@ class Evidence:
     step: int
     batch: RolloutBatch
     """Each rollout is cut to its last segment, with the counts of that segment: the drafters were scored on these."""
-    versions: Versions
-    """The versions that the engines should serve."""
+    versions: Versions  # the versions that the engines should serve
     serving: Publication
     scores: FreshScores
-    """Scores of the serving drafter and the candidate, on the same rollouts of this step."""
-    expected: ExpectedAcceptance | None
-    """Expected acceptance of the serving drafter; None if too few rollouts could be scored."""
-    sent: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the drafter's tensors as they were sent."""
+    """Scores of the serving drafter and the candidate, on the same rollouts of this step and perhaps of those before."""
+    expected: ExpectedAcceptance | None = None
+    """Expected acceptance of the serving drafter in this step; None if too few rollouts could be scored."""
+    sent: Mapping[str, str] = field(default_factory=dict)  # digests of the drafter's tensors as they were sent
     served: Sequence[Mapping[str, str]] = ()
     """The digests of these tensors in each engine; empty in steps in which nothing is read back."""
     known: Collection[Versions] = ()

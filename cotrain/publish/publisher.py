@@ -14,19 +14,16 @@ import numpy as np
 
 from cotrain.acceptance_stats import drafter_counts, last_segment, total_counts
 from cotrain.config.schema import DrafterConfig, RunConfig
-from cotrain.publish.acceptance import ExpectedAcceptance, expected_of
+from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
-from cotrain.publish.evidence import Evidence, Publication
-from cotrain.records import RolloutBatch, SpeculationCounts, SwapReport, WeightPayload
-from cotrain.trainer.trainer import FreshScores
-from cotrain.weights.payload import WeightUpdateRefused
+from cotrain.publish.evidence import Evidence, FreshScores, Publication
+from cotrain.records import RolloutBatch, SwapReport, WeightPayload, WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 
 DELIVERY_CHECK_STEPS = 10
 """Steps between read-backs of the served drafter weights, besides the read-back of each update. What is lost in between (sleep,
 a reload) costs acceptance only, and a read-back takes about as long as a swap."""
-
 
 DRAFTER_FILE = "drafter.safetensors"
 """Name of the file that brings drafter weights to the engines, in the shared-memory folder of the trainer's node."""
@@ -37,10 +34,8 @@ class PublisherSpec:
     """Settings of a Publisher."""
 
     drafter: DrafterConfig
-    total_steps: int
-    """Steps of the run, over which the probability of a false alarm is split."""
-    recomputes: bool
-    """Whether a policy update in the middle of a rollout recomputes the KV cache of its text."""
+    total_steps: int  # steps of the run, over which the probability of a false alarm is split
+    recomputes: bool  # whether a policy update in the middle of a rollout recomputes the KV cache of its text
 
 
 def publisher_spec(config: RunConfig) -> PublisherSpec:
@@ -50,53 +45,40 @@ def publisher_spec(config: RunConfig) -> PublisherSpec:
 
 
 class Engines(Protocol):
-    """All engines that the drafter serves."""
+    """All engines that the drafter serves; see RolloutEngines."""
 
-    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
-        """Return the checksums of these tensors of each engine, see RolloutEngine.served_digests."""
-
-    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
-        """Set the draft length of all engines."""
-
-    def clear_drafter_cache(self) -> None:
-        """Zero the drafter's keys and values in all engines."""
-
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]: ...
+    def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None: ...
+    def clear_drafter_cache(self) -> None: ...
     def update_drafter(
         self, payload: WeightPayload, version: int, expected_rates: Sequence[float] | None = None
-    ) -> SwapReport:
-        """Put a drafter into all engines and record it as current, or into none. Raises WeightUpdateRefused."""
+    ) -> SwapReport: ...
 
 
 class Trainer(Protocol):
     """The trainer of the drafter; see DrafterTrainer."""
 
     def take_in(
-        self, shards: list[Any], serving: int, keep: Collection[int], judged: int
-    ) -> tuple[FreshScores, dict[str, float]]:
-        """Take in the features of a step, and score the serving drafter and the candidate on them."""
-
-    def publish(self, weights_of: int | None) -> int:
-        """Freeze weights under the next drafter version."""
-
-    def write_payload(self, path: Path, version: int) -> WeightPayload:
-        """Write a publication for the engines."""
+        self, features: list[Any], serving: int, keep: Collection[int], judged: int
+    ) -> tuple[FreshScores, dict[str, float]]: ...
+    def publish(self, weights_of: int | None = None) -> int: ...
+    def write_payload(self, path: Path, version: int) -> WeightPayload: ...
 
 
 class Publisher:
     """Decides after each step which drafter serves, and remembers what the next decision needs."""
 
     def __init__(
-        self,
-        spec: PublisherSpec,
-        trainer: Trainer,
-        engines: Engines,
-        scratch: Path,
-        current: CurrentWeights,
-    ):
-        """current: what the engines serve."""
-        self._config, self._total_steps = spec.drafter, spec.total_steps
-        self._trainer, self._engines, self._scratch = trainer, engines, scratch
-        self._current, self._recomputes = current, spec.recomputes
+        self, spec: PublisherSpec, trainer: Trainer, engines: Engines, scratch: Path, current: CurrentWeights
+    ) -> None:
+        """scratch: a folder for weights on their way. current: what the engines serve."""
+        self._spec, self._trainer, self._engines, self._scratch, self._current = (
+            spec,
+            trainer,
+            engines,
+            scratch,
+            current,
+        )
         self.serving = Publication(last_good=current.versions.drafter)
         self.mode: str | None = None
         """Note on every step line once alarms have switched speculation off; None before."""
@@ -111,18 +93,19 @@ class Publisher:
 
         Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the one they have.
         """
-        serving, versions, current = self.serving, self._current.versions, self._current
-        sent = current.drafter.digests if current.drafter else {}
-        batch = replace(batch, rollouts=[last_segment(rollout, self._recomputes) for rollout in batch.rollouts])
+        serving, spec, current, versions = self.serving, self._spec, self._current, self._current.versions
+        batch = replace(batch, rollouts=[last_segment(rollout, spec.recomputes) for rollout in batch.rollouts])
         keep = {versions.drafter, serving.last_good}
         scores, metrics = self._trainer.take_in(batch.features, versions.drafter, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
         served_by = np.array(scores.served_by) == versions.drafter
         expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
+        sent = current.drafter.digests if current.drafter else {}
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.served_digests(sorted(sent), True) if reads_back else []
-        evidence = Evidence(step, batch, versions, serving, scores, expected, sent, served, current.earlier)
-        outcome = decide(evidence, self._config, self._total_steps)
+        gathered = scores.gathered or scores
+        evidence = Evidence(step, batch, versions, serving, gathered, expected, sent, served, current.earlier)
+        outcome = decide(evidence, spec.drafter, spec.total_steps)
         self.serving = outcome.serving
         if outcome.failure is not None:
             self._switch_off(outcome)
@@ -132,7 +115,7 @@ class Publisher:
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
         counts = total_counts(map(drafter_counts, batch.rollouts))
-        outcome.metrics |= metrics | _expected_metrics(expected, counts)
+        outcome.metrics |= metrics | ({} if expected is None else expected.metrics(counts.steps if counts else ()))
         return outcome
 
     def take_back(self, outcome: Outcome) -> None:
@@ -152,7 +135,7 @@ class Publisher:
     def _switch_off(self, outcome: Outcome) -> Outcome:
         """End speculation, and the failure with it, if the run is to continue."""
         failure = outcome.failure
-        if failure is not None and self._config.on_drafter_failure == "continue" and not failure.fatal:
+        if failure is not None and self._spec.drafter.on_drafter_failure == "continue" and not failure.fatal:
             self.mode = f"without speculation since step {outcome.events[0].step} ({failure.names})"
             self._engines.set_num_speculative_tokens(0)
             outcome.failure = None
@@ -177,15 +160,3 @@ class Publisher:
         else:
             self.serving = self.serving.published(before, version, swap.seconds, expected is not None)
         outcome.events[-1] = replace(event, version=version)
-
-
-def _expected_metrics(expected: ExpectedAcceptance | None, counts: SpeculationCounts | None) -> dict[str, float]:
-    """Acceptance expected of the serving drafter on these rollouts: at the draft lengths served, and at the longest."""
-    if expected is None:
-        return {}
-    metrics = {"rollout/expected_acceptance_length_longest": expected.longest}
-    if counts is not None and expected.covers(counts.steps):
-        metrics["rollout/expected_acceptance_length"] = expected.length_at(counts.steps)
-        rates = enumerate(expected.rates_at(counts.steps).tolist(), start=1)
-        metrics |= {f"rollout/expected_rate_pos_{k}": rate for k, rate in rates if any(counts.steps[k - 1 :])}
-    return metrics

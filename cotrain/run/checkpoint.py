@@ -45,7 +45,7 @@ class RunState:
     step: int
     versions: Versions
     task_position: Any
-    """Progress of `cotrain init`, or policy heads of a sidecar; None for a run, whose prompts follow from the step."""
+    """Policy heads of a sidecar; None for a run, whose prompts follow from the step."""
     config: dict[str, Any]
     """The configuration, as model_dump(mode="json") gives it."""
     fingerprints: dict[str, str]

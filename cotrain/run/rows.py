@@ -1,16 +1,15 @@
-"""JSON Lines files in which each row belongs to one step, and the drafter events that decisions.jsonl holds.
+"""JSON Lines files in which each row belongs to one step.
 
 metrics.jsonl has one row per step, {"step": 12, "policy/reward": 0.41, ...}, and every other view is made from it.
-decisions.jsonl has one row per drafter event.
+decisions.jsonl has one row per drafter event (cotrain/publish/decision.py).
 """
 
 import errno
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 
 class RowFile:
@@ -41,28 +40,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm"]
-
-
-@dataclass(frozen=True)
-class DrafterEvent:
-    step: int
-    kind: Kind
-    """A candidate is published, kept back or refused; the canary rolls it back or keeps it; a step raises an alarm."""
-    version: int
-    """The drafter that the engines serve from the next step on."""
-    reason: str
-    numbers: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def is_bad_news(self) -> bool:
-        """Whether a person would want to read it in full."""
-        return self.kind in ("refused", "rolled back", "alarm")
-
-    def in_short(self) -> str:
-        """Return the event in short for the end of a step line; empty if the line shows it anyway."""
-        if self.kind in ("published", "kept"):
-            return ""
-        return "drafter taken back" if self.kind == "rolled back" else f"drafter {self.reason.partition(':')[0]}"

@@ -1,14 +1,19 @@
-"""Metrics of one step: its rollouts, the policy lag of their tokens, the idle time of each role. Pure."""
+"""Metrics of one step: its rollouts, the policy lag of their tokens, the idle time of each role, and each drafter's acceptance. Pure."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cotrain.acceptance_stats import counts_by_versions, total_counts
-from cotrain.records import Rollout, RolloutBatch, ScoredRollout
-from cotrain.run.metrics import metrics_of, speculation_metrics
+from cotrain.acceptance_stats import counts_by_versions, policy_updates, total_counts
+from cotrain.records import Rollout, RolloutBatch, ScoredRollout, SpeculationCounts
+
+LEAST_DRAFTS = 30
+"""Verification steps that a version needs to be ranked; with fewer, its acceptance length is mostly noise."""
+
+PREFIXES = ["rollout/", "rollout/previous_"]
+"""Of the metrics drafts_k{1..K} and accepted_k{1..K}, for the drafter version that serves and the one before it."""
 
 
 def rollout_metrics(
@@ -31,7 +36,7 @@ def rollout_metrics(
         "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
     }
     if recomputes:
-        metrics["rollout/recomputed_tokens"] = sum(recomputed_tokens(scored.rollout) for scored in rollouts)
+        metrics["rollout/recomputed_tokens"] = sum(_recomputed_tokens(scored.rollout) for scored in rollouts)
     metrics |= speculation_metrics(total_counts(r.rollout.speculation for r in rollouts))
     by_versions = counts_by_versions((r.rollout for r in rollouts), recomputes)
     for age, name in enumerate(("serving", "previous")):
@@ -52,10 +57,9 @@ def rollout_metrics(
     return metrics
 
 
-def recomputed_tokens(rollout: Rollout) -> int:
+def _recomputed_tokens(rollout: Rollout) -> int:
     """Prompt and response tokens that were computed again because the policy changed during the response."""
-    parts = pairwise(rollout.segments)
-    starts = [b.start for a, b in parts if a.versions.policy != b.versions.policy]
+    starts = policy_updates(rollout)
     return sum(starts) + len(starts) * len(rollout.prompt_token_ids)
 
 
@@ -66,15 +70,14 @@ def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, f
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     in_queue = np.repeat([policy_version - rollout.versions.policy for rollout in rollouts], lengths)
     metrics = {
-        "stream/lag_mean": lags.mean(),
-        "stream/lag_max": lags.max(),
-        "stream/lag_in_flight": (lags - in_queue).mean(),
-        "stream/lag_in_queue": in_queue.mean(),
-        "stream/segments_per_rollout": np.mean([len(rollout.segments) for rollout in rollouts]),
-        "stream/mixed_rollouts": sum(r.segments[0].versions.policy != r.versions.policy for r in rollouts),
-    }
-    metrics |= {f"stream/lag_tokens_{lag}": (lags == lag).sum() for lag in range(int(lags.max()) + 1)}
-    return {name: float(value) for name, value in metrics.items()}
+        "lag_mean": lags.mean(),
+        "lag_max": lags.max(),
+        "lag_in_flight": (lags - in_queue).mean(),
+        "lag_in_queue": in_queue.mean(),
+        "segments_per_rollout": len(segments) / len(rollouts),
+        "mixed_rollouts": sum(r.segments[0].versions.policy != r.versions.policy for r in rollouts),
+    } | {f"lag_tokens_{lag}": number for lag, number in enumerate(np.bincount(lags))}
+    return {f"stream/{name}": float(value) for name, value in metrics.items()}
 
 
 def idle_metrics(
@@ -87,3 +90,76 @@ def idle_metrics(
     if has_drafter:
         busy["drafter"] = (row.get("drafter/train_s", 0.0) + row.get("drafter/score_s", 0.0)) / row["time/step_s"]
     return {f"idle/{role}": max(0.0, 1 - share) for role, share in busy.items()}
+
+
+def metrics_of(counts: SpeculationCounts, age: int = 0) -> dict[str, float]:
+    """Return the verification steps and accepted draft tokens of one step, for each draft length that it served.
+
+    age: 0 for the drafter version that serves, 1 for the one before it.
+    """
+    metrics: dict[str, float] = {}
+    for k, (drafts, accepted) in enumerate(zip(counts.steps, counts.accepted, strict=True), start=1):
+        if drafts:
+            metrics |= {f"{PREFIXES[age]}drafts_k{k}": drafts, f"{PREFIXES[age]}accepted_k{k}": sum(accepted)}
+    return metrics
+
+
+def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
+    """Return the drafting metrics of one step; empty when the step did not speculate.
+
+    Names and definitions are vLLM's: the rate of position i is the share of drafts that accepted draft token i.
+    Acceptance is left out of a step that drafted nothing, because 1.00 would read as a drafter that fails, and so is that of
+    a position that no draft was long enough for.
+    """
+    if counts is None:
+        return {}
+    metrics: dict[str, float] = {"rollout/drafted_tokens": counts.num_draft_tokens}
+    metrics["rollout/num_drafts"] = counts.num_drafts
+    if counts.num_drafts:
+        metrics["rollout/acceptance_length"] = counts.acceptance_length
+        for position, accepted in enumerate(counts.accepted_per_position, start=1):
+            if any(counts.steps[position - 1 :]):
+                metrics[f"rollout/acceptance_rate_pos_{position}"] = accepted / counts.num_drafts
+    return metrics
+
+
+class ServedDrafts:
+    """Acceptance of the drafter versions of one run while they were served, pooled over steps by draft length.
+
+    Acceptance lengths of different draft lengths are not compared, because more draft tokens accept more. Runs are not
+    compared either, since their policies, prompts and sampling differ.
+    """
+
+    def __init__(self) -> None:
+        self._drafts, self._accepted = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+
+    def add(self, version: int, metrics: Mapping[str, Any]) -> set[int]:
+        """Add one step that this version served; metrics hold those of `metrics_of`. Returns the versions that drafted."""
+        drafted = set()
+        for age, prefix in enumerate(PREFIXES):
+            for name in (name for name in metrics if name.startswith(f"{prefix}drafts_k") and metrics[name]):
+                k = name.removeprefix(f"{prefix}drafts_k")
+                self._drafts[int(k), version - age] += int(metrics[name])
+                self._accepted[int(k), version - age] += int(metrics[f"{prefix}accepted_k{k}"])
+                drafted.add(version - age)
+        return drafted
+
+    def of(self, version: int) -> dict[str, float]:
+        """Return a version's acceptance at the draft length at which it served most; empty if it never drafted."""
+        drafts, k = max(((drafts, k) for (k, v), drafts in self._drafts.items() if v == version), default=(0, 0))
+        if not drafts:
+            return {}
+        length = round(1 + self._accepted[k, version] / drafts, 4)
+        return {"acceptance_length": length, "num_speculative_tokens": k, "num_drafts": drafts}
+
+    def best(self) -> int | None:
+        """Return the version with the longest acceptance length at the draft length that the run served most.
+
+        None while no version has LEAST_DRAFTS verification steps at that length.
+        """
+        by_length = Counter[int]()
+        for (k, _), drafts in self._drafts.items():
+            by_length[k] += drafts
+        most = max(by_length, key=by_length.__getitem__, default=0)
+        ranked = [v for (k, v), drafts in self._drafts.items() if k == most and drafts >= LEAST_DRAFTS]
+        return max(ranked, key=lambda v: self._accepted[most, v] / self._drafts[most, v], default=None)

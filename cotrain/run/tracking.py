@@ -18,15 +18,15 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_GIT_DIRTY
 
 from cotrain.config.schema import RunConfig
 from cotrain.config.sidecar import SidecarConfig
+from cotrain.publish.decision import DrafterEvent
 from cotrain.records import Versions
 from cotrain.run.checkpoint import file_digest
-from cotrain.run.metrics import ServedDrafts
 from cotrain.run.mlflow_store import connect, experiment_id, tracking_uri
 from cotrain.run.outbox import Outbox
 from cotrain.run.provenance import config_hash, flatten, git_state
 from cotrain.run.registry import DIGEST_TAG, FILES, POLICY_TAG
-from cotrain.run.rows import DrafterEvent
 from cotrain.run.run_dir import resume_arguments
+from cotrain.run.step_metrics import ServedDrafts
 from drafters.config import Section
 
 FOLDER_TAG = "cotrain.run_folder"

@@ -118,15 +118,15 @@ class Intake:
         Raises FileNotFoundError when neither the trainer nor the spool has the head any more.
         """
         path = folder.policies / f"{stamped.policy}.safetensors"
-        if self._versions.get(path) not in self._trainer.policy_versions:
+        if self._versions.get(path) not in self._trainer.target_weights:
             with path.open("rb") as file:
                 head = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
                 version = self.heads.setdefault(head, max(self.heads.values(), default=-1) + 1)
                 self.heads = dict(list(self.heads.items())[-KNOWN_HEADS:])
-                if version not in self._trainer.policy_versions:
+                if version not in self._trainer.target_weights:
                     # By its descriptor: the engine removes old heads, perhaps at this moment.
                     self._trainer.set_target_weights(f"/proc/self/fd/{file.fileno()}", version)
-            known = {p: v for p, v in self._versions.items() if v in self._trainer.policy_versions}
+            known = {p: v for p, v in self._versions.items() if v in self._trainer.target_weights}
             self._versions = known | {path: version}
         return replace(stamped, policy=self._versions[path])
 

@@ -12,18 +12,18 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from cotrain.config.sidecar import SidecarConfig
-from cotrain.publish.decision import Outcome
+from cotrain.publish.decision import DrafterEvent, Outcome
+from cotrain.publish.evidence import enough
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import ScoredRollout
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
-from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.step_metrics import rollout_metrics
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
 from cotrain.sidecar.prepare import Prepared, prepare
-from cotrain.trainer.trainer import enough
 from cotrain.transport.spool import Verdict
 from cotrain.weights.versions import CurrentWeights
 

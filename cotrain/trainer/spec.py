@@ -7,20 +7,16 @@ from cotrain.config.schema import DrafterConfig, RunConfig
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Settings of a Distiller and a DrafterTrainer."""
+    """Settings of a DrafterTrainer."""
 
     drafter: DrafterConfig
-    serving_dtype: str
-    """Number format of the engines, in which drafters are published: "float32" or "bfloat16"."""
-    num_speculative_tokens: int
-    """Most draft tokens in a verification step of the engines."""
+    serving_dtype: str  # number format of the engines, in which drafters are published: "float32" or "bfloat16"
+    num_speculative_tokens: int  # most draft tokens in a verification step of the engines
     num_positions: int | None
     """Positions that the drafter must reach: the engines' longest text and the draft tokens after it. None if unknown."""
-    total_updates: int
-    """Optimizer steps in all, which sets the length of a cosine schedule."""
+    total_updates: int  # optimizer steps in all, which sets the length of a cosine schedule
     seed: int
-    max_buffer_bytes: int
-    """Most bytes of features that are held for training."""
+    max_buffer_bytes: int  # most bytes of features that are held for training
     max_policy_lag: int
     """How many policy versions features may be older than the newest head that the trainer was given."""
 

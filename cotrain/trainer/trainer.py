@@ -1,217 +1,257 @@
 """The drafter trainer of a run: it takes in rollout features, scores drafters and trains on them, and publishes versions.
 
-All random choices come from its own generator, so that a run that is saved and loaded continues bit for bit.
+All random choices come from its own generator, so that a run that is saved and loaded continues bit for bit. It shares no weight,
+optimizer or random state with the policy learner.
 """
 
 import copy
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy._core.multiarray import _reconstruct
+from torch import Tensor
 
-from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
+from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
+from cotrain.process.failures import RunFailure
+from cotrain.publish.evidence import FreshScores
 from cotrain.records import WeightPayload
-from cotrain.trainer.buffer import FeatureBuffer, spread_over_prompts, teacher_of
-from cotrain.trainer.distiller import Distiller
+from cotrain.trainer.buffer import FeatureBuffer, TrainingBatch, batches_of, spread_over_prompts, teacher_of
+from cotrain.trainer.memory import return_freed_blocks
 from cotrain.trainer.spec import TrainerSpec
+from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.weights.payload import write_payload
-from drafters.acceptance import RolloutAcceptance, rollout_acceptances
-from drafters.base import Drafter, SamplingParams, ServingSpec, TargetWeights
+from drafters.acceptance import StartAcceptance, rollout_acceptances
+from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
+from drafters.build import build_drafter, load_drafter
+from drafters.losses import acceptances, drafter_loss
+from drafters.scores import RolloutAcceptance
 
 MAX_ROLLOUTS = 32
 """Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would cost
 a tenth of its time and decide little better."""
 
+PROMPT_TOKEN_WEIGHT = 0.1
+"""Weight of a prompt token when the draft vocabulary is chosen: only response tokens are ever drafted, but the words
+of a prompt tend to come back in its response."""
+
 STATE = "trainer.pt"
 
 
-def enough(prompts: Sequence[str]) -> bool:
-    """Whether rollouts of these prompts [R] can judge a candidate."""
-    return len(prompts) >= MIN_ROLLOUTS and len(set(prompts)) >= MIN_PROMPTS
+class TrainingDiverged(RunFailure, FloatingPointError):
+    """A loss, gradient or weight of the drafter is not finite."""
 
 
-@dataclass(frozen=True, eq=False)
-class FreshScores:
-    """Expected acceptance on rollouts, before any drafter was trained on them."""
+@dataclass
+class Progress:
+    """How far training has come. A checkpoint holds it as it is."""
 
-    prompts: list[str]
-    """[R] prompt of each rollout."""
-    serving: list[RolloutAcceptance]
-    """[K] of the serving drafter at draft lengths 1 to K."""
-    candidate: list[RolloutAcceptance] | None
-    """[K] of the candidate; None where all weights so far were judged or published."""
-    updates: int
-    """Optimizer steps that led to the candidate."""
-    served_by: list[int]
-    """[R] drafter version that the last segment of each rollout was drafted with."""
-    served: list[RolloutAcceptance] | None = None
-    """[K] of the serving drafter, where it has drafted, if drafts come from history too; None where it drafts throughout."""
-    steps: int = 1
-    """Steps that the rollouts are of."""
-    gathered: "FreshScores | None" = None
-    """The same candidate on these rollouts and those of the steps before; None is these alone. Nothing but the gate reads it."""
-
-    @property
-    def suffice(self) -> bool:
-        """Whether a candidate can be judged by them."""
-        return enough(self.prompts)
-
-    def after(self, earlier: "FreshScores | None") -> "FreshScores":
-        """Return these scores and earlier ones together, or these alone if the earlier ones are not of the same candidate."""
-        if earlier is None or earlier.updates != self.updates or not (self.candidate and earlier.candidate):
-            return self
-        pairs = [zip(earlier.serving, self.serving, strict=True), zip(earlier.candidate, self.candidate, strict=True)]
-        serving, candidate = ([old.joined(new) for old, new in pair] for pair in pairs)
-        prompts, served_by = earlier.prompts + self.prompts, earlier.served_by + self.served_by
-        return FreshScores(prompts, serving, candidate, self.updates, served_by, steps=earlier.steps + 1)
+    needs_vocabulary: bool
+    updates: int = 0  # optimizer steps so far
+    drafter_version: int = 0  # publications so far
+    published_update: int = 0  # optimizer steps behind the newest candidate that was published
+    gathered: FreshScores | None = None  # scores of the candidate that waits for more rollouts
 
 
-PLAIN_STATE = (
-    "drafter_version", "_updates", "_published_update", "_needs_vocabulary", "_buffer", "_target_weights", "_gathered",
-)  # fmt: skip
-"""Attributes of a trainer that a checkpoint holds as they are."""
 STATE_CLASSES: list[Any] = [
-    FeatureBuffer, FeatureRecord, FreshScores, RolloutAcceptance, SamplingParams, TargetWeights,
+    FeatureBuffer, FeatureRecord, FreshScores, Progress, RolloutAcceptance, SamplingParams, TargetWeights,
+    np.ndarray, np.dtype, np.dtypes.Float64DType, np.dtypes.Int64DType, _reconstruct,
 ]  # fmt: skip
 """Classes that a checkpoint may hold; torch.load refuses all others."""
 
 
-class DrafterTrainer(Distiller):
-    """Trains the drafter on features of recent policy versions, and keeps published drafters."""
+class DrafterTrainer:
+    """Trains a drafter, in float32, on features of recent policy versions, and keeps published drafters."""
 
     def __init__(
         self, spec: TrainerSpec, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"
     ) -> None:
-        """The arguments are those of Distiller."""
-        super().__init__(spec, model_path, init_folder, device)
-        self._max_policy_lag = spec.max_policy_lag
-        self.drafter_version = 0
-        """Publications so far."""
-        self._updates = self._published_update = 0
-        self._published: dict[int, Drafter] = {0: self._frozen_copy()}
-        self._gathered: FreshScores | None = None
-        self._held: tuple[int, Drafter] | None = None  # a candidate that waits for more rollouts, with its updates
-        self._buffer = FeatureBuffer(spec.max_buffer_bytes, spec.drafter.buffer.max_age)
-        self._fresh: list[FeatureRecord] = []
-        self._needs_vocabulary = init_folder is None and spec.drafter.train
+        """Build a new drafter, or load it from init_folder.
+
+        model_path is the target's folder; only drafters that start with its weights read them. device: "cpu" or
+        "cuda". Raises ValueError when drafter, target and settings do not fit each other.
+        """
+        if device == "cpu":
+            return_freed_blocks()
+        config, self._spec, self._device = spec.drafter, spec, device
+        self._target = TargetSpec.from_pretrained(model_path)
+        if init_folder is None:
+            drafter = build_drafter(config.model, self._target, spec.seed)
+            drafter.start_from(model_path)
+        else:
+            drafter = load_drafter(init_folder, self._target, spec.num_positions, config.model)
+        self.drafter: Drafter = drafter.to(device)
+        self._optimizer, self._scheduler = build_optimizer(drafter.parameters(), config.optimizer, spec.total_updates)
+        self.target_weights: dict[int, TargetWeights] = {}
+        """Embedding and head of each policy version whose features can be taken in."""
+        self._buffer = FeatureBuffer(spec.max_buffer_bytes, config.buffer.max_age)
         self._rng = torch.Generator().manual_seed(spec.seed)
+        self._progress = Progress(needs_vocabulary=init_folder is None and config.train)
+        self._published: dict[int, Drafter] = {0: self._frozen_copy()}
+        self._held: tuple[int, Drafter] | None = None  # a candidate that waits for more rollouts, with its updates
 
     @property
-    def policy_versions(self) -> set[int]:
-        """Policy versions whose head is known, so that their features can be taken in."""
-        return set(self._target_weights)
+    def drafter_version(self) -> int:
+        """Publications so far."""
+        return self._progress.drafter_version
+
+    @property
+    def serving_dtype(self) -> torch.dtype:
+        """Number format of the engines, in which drafters are published."""
+        return getattr(torch, self._spec.serving_dtype)
+
+    def serve_as(self, dtype: str) -> None:
+        """Publish in another number format from now on, such as "float32"; one that torch does not know is ignored."""
+        if isinstance(getattr(torch, dtype, None), torch.dtype):
+            self._spec = replace(self._spec, serving_dtype=dtype)
 
     def serving(self) -> ServingSpec:
         return self.drafter.serving
 
     def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
-        """Like Distiller's. Versions beyond max_policy_lag that no held feature needs are forgotten."""
-        super().set_target_weights(payload_path, policy_version)
-        held, oldest = self._buffer.policy_versions, policy_version - self._max_policy_lag
-        self._target_weights = {v: w for v, w in self._target_weights.items() if v in held or v >= oldest}
+        """Read embedding and head of a policy version from a safetensors file in Hugging Face names, or a model folder.
 
-    def add_features(self, shards: Sequence[str | FeatureRecord]) -> dict[str, float]:
-        """Keep the rollouts of shards, which are files to read and delete, or of records that have been read.
-
-        The first features of a new drafter also choose its draft vocabulary (drafter/vocabulary_coverage: share of
-        the counted tokens in it). Raises ValueError, and keeps nothing, when a shard is broken or its
-        policy version or aux layers are unknown to the trainer.
+        Call it before the features of that version are used. Versions beyond max_policy_lag that no held feature needs are
+        forgotten.
         """
-        files = [shard for shard in shards if isinstance(shard, str)]
-        records = [shard for shard in shards if isinstance(shard, FeatureRecord)]
-        records += [record for file in files for record in self._read(file)]
-        for file in files:
-            Path(file).unlink()
-        self._fresh = [record for record in records if record.is_trainable]
-        metrics: dict[str, float] = {}
-        if records and self._needs_vocabulary:
-            self._needs_vocabulary = False
-            rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
-            metrics["drafter/vocabulary_coverage"] = self.choose_vocabulary(rollouts, records[-1].policy_version)
-        self._buffer.add(records)
-        return metrics | self._buffer.metrics()
+        weights = read_target_weights(payload_path, policy_version, self._target, self._device)
+        needed, oldest = self._buffer.policy_versions, policy_version - self._spec.max_policy_lag
+        known = self.target_weights | {policy_version: weights}
+        self.target_weights = {v: w for v, w in known.items() if v in needed or v >= oldest}
+
+    def choose_first_vocabulary(
+        self, rollouts: Iterable[tuple[Tensor, Tensor]], policy_version: int
+    ) -> dict[str, float]:
+        """Choose the draft vocabulary by (prompt, response) tokens, each [T] int64, if the drafter is new and has none yet.
+
+        Returns drafter/vocabulary_coverage, the share of the counted tokens in it, if it does.
+        """
+        if not self._progress.needs_vocabulary:
+            return {}
+        self._progress.needs_vocabulary = False
+        counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
+        for prompt, response in rollouts:
+            counts += response.bincount(minlength=len(counts))
+            counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=len(counts))
+        coverage = self.drafter.choose_vocabulary(counts, self.target_weights[policy_version])
+        return {"drafter/vocabulary_coverage": coverage}
 
     def take_in(
-        self, shards: Sequence[str | FeatureRecord], serving: int, keep: Collection[int], judged: int
+        self, features: Sequence[str | FeatureRecord], serving: int, keep: Collection[int], judged: int = 0
     ) -> tuple[FreshScores, dict[str, float]]:
-        """Call `add_features` and `score_fresh`. Returns the scores, and the metrics with the time that scoring took."""
-        metrics = self.add_features(shards)
+        """Add the rollouts of a step, and score the serving drafter and the candidate on MAX_ROLLOUTS of them at most.
+
+        A rollout is scored before it is trained on, since it cannot test a drafter that was trained on it. The first features of
+        a new drafter also choose its draft vocabulary.
+
+        features: shards, whose files are deleted, or records that have been read. serving: the version that the engines have.
+        All publications but this one and those in `keep` are forgotten. judged: updates behind the candidate that was judged last.
+        A later one stays the candidate until enough rollouts were scored; meanwhile training continues. Returns the scores, and
+        metrics of scoring and of the buffer. Raises ValueError, and adds nothing, when a shard is broken or its policy version or
+        aux layers are unknown to the trainer.
+        """
+        records, metrics = self._read(features), dict[str, float]()
+        if records:
+            rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
+            metrics = self.choose_first_vocabulary(rollouts, records[-1].policy_version)
+        self._buffer.add(records)
         started, cpu_started = time.perf_counter(), time.process_time()
-        scores = self.score_fresh(serving, keep, judged)
+        self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
+        records = spread_over_prompts([r for r in records if r.last_segment().is_scorable], MAX_ROLLOUTS)
+        scores = self._score(sorted(records, key=teacher_of), serving, judged)  # sorted, so that batches are large
         metrics["drafter/score_s"] = time.perf_counter() - started
         metrics["drafter/score_cpu_s"] = time.process_time() - cpu_started
-        return scores, metrics
+        return scores, metrics | self._buffer.metrics()
 
-    def score_fresh(self, serving: int, keep: Collection[int], judged: int = 0) -> FreshScores:
-        """Score the serving drafter and the candidate on the rollouts of the last `add_features`, on MAX_ROLLOUTS at most.
-
-        Call it before `train`, since a rollout cannot test a drafter that was trained on it. serving: the version that
-        the engines have. All publications but this one and those in `keep` are forgotten. judged: updates behind the candidate
-        that was judged last. A later one stays the candidate until enough rollouts were scored; meanwhile training continues.
-        """
-        self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}
-        records = spread_over_prompts([r for r in self._fresh if r.last_segment().is_scorable], MAX_ROLLOUTS)
-        records.sort(key=teacher_of)  # which makes batches of one head and sampling as large as possible
-        prompts = [record.prompt_key for record in records]
-        records = [record.last_segment() for record in records]
+    def _score(self, records: Sequence[FeatureRecord], serving: int, judged: int) -> FreshScores:
+        progress, segments = self._progress, [record.last_segment() for record in records]
         if self._held is not None and self._held[0] <= judged:
             self._held = None
-        updates, candidate = self._held or (self._updates, self.drafter)
-        has_candidate = updates > max(self._published_update, judged)
-        drafters = [self._published[serving], *([candidate] if has_candidate else [])]
-        starts, drafted = self._starts(drafters, records), [r.drafted for r in records if r.drafted is not None]
+        updates, candidate = self._held or (progress.updates, self.drafter)
+        has_candidate = updates > max(progress.published_update, judged)
+        starts = self._starts([self._published[serving], *([candidate] if has_candidate else [])], segments)
         scores = [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
-        served = rollout_acceptances(starts[0], self._served_depth, drafted) if drafted else None
-        served_by = [record.drafter_version for record in records]
-        fresh = FreshScores(prompts, scores[0], scores[1] if has_candidate else None, updates, served_by, served)
-        self._gathered = fresh.after(self._gathered)
-        return replace(fresh, gathered=self._gathered)
+        drafted = [r.drafted for r in segments if r.drafted is not None]
+        fresh = FreshScores(
+            prompts=[record.prompt_key for record in records],
+            serving=scores[0],
+            candidate=scores[1] if has_candidate else None,
+            updates=updates,
+            served_by=[record.drafter_version for record in records],
+            served=rollout_acceptances(starts[0], self._served_depth, drafted) if drafted else None,
+        )
+        gathered = progress.gathered = fresh.after(progress.gathered)
+        if has_candidate and not gathered.suffice and self._held is None:
+            self._held = updates, self._frozen_copy()
+        return replace(fresh, gathered=gathered)
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         """Take num_updates optimizer steps on batches from the buffer.
 
-        Returns means over the updates of the metrics of `update` and of lag_versions (newest policy version held minus
-        the one trained on), the last learning rate, times and buffer metrics. Raises ValueError if the buffer is empty.
+        Returns means over the updates of loss (weighted, and per draft position), grad_norm (before clipping) and lag_versions
+        (newest policy version held minus the one trained on), the last learning rate, times and buffer metrics. Raises
+        TrainingDiverged, before the weights change, when a loss or gradient is not finite, and ValueError if the buffer is empty.
         """
         if not self._buffer.records:
             raise ValueError(
                 f"step {step}: no features to train the drafter on: every rollout was dropped or has only holes; "
                 "raise rollout.features.max_bytes"
             )
-        waits = self._gathered is not None and self._gathered.candidate is not None and not self._gathered.suffice
-        if waits and self._held is None:
-            self._held = self._updates, self._frozen_copy()
-        started, newest, updates = time.perf_counter(), max(self._buffer.policy_versions), []
+        started, newest, num_tokens, updates = time.perf_counter(), max(self._buffer.policy_versions), 0, []
         for _ in range(num_updates):
-            batch = self._buffer.sample(self._config.batch_tokens, self._rng)
-            updates.append(self.update(batch, step))
-            updates[-1]["lag_versions"] = float(newest - batch.rows.policy_version)
+            batch = self._buffer.sample(self._spec.drafter.batch_tokens, self._rng)
+            updates.append(self._update(batch, step) | {"lag_versions": float(newest - batch.rows.policy_version)})
+            num_tokens += len(batch.rows.token_ids)
         seconds = time.perf_counter() - started
-        self._updates += num_updates
-        num_tokens = sum(update.pop("num_tokens") for update in updates)
+        self._progress.updates += num_updates
         metrics = {f"drafter/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]}
         metrics["drafter/learning_rate"] = updates[-1]["learning_rate"]
         metrics |= {"drafter/tokens_per_s": num_tokens / seconds, "drafter/train_s": seconds}
         return metrics | self._buffer.metrics()
+
+    def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        """Take one optimizer step on a batch."""
+        (rows, sampling), objective = batch, self._spec.drafter.objective
+        target = self.target_weights[rows.policy_version]
+        loss, per_position = drafter_loss(self.drafter, rows.to(self._device), target, sampling, objective)
+        self._optimizer.zero_grad()
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
+        learning_rate = float(self._scheduler.get_last_lr()[0])
+        metrics = {"loss": float(loss.detach()), "grad_norm": float(grad_norm), "learning_rate": learning_rate}
+        if not (loss.isfinite() and grad_norm.isfinite()):
+            raise TrainingDiverged(
+                f"drafter training in step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']} on "
+                f"{int(rows.document_ids[-1]) + 1} rollouts of policy version {rows.policy_version}. "
+                f"{self._cause(target)}. The optimizer has not moved"
+            )
+        self._optimizer.step()
+        self._scheduler.step()
+        return metrics | {f"loss_pos_{k}": value for k, value in enumerate(per_position.tolist(), start=1)}
 
     def publish(self, weights_of: int | None = None) -> int:
         """Give the candidate's weights, or those of an earlier publication, the next drafter version.
 
         Raises TrainingDiverged when one of the candidate's is not finite, or so large that numbers in an engine could overflow.
         """
-        version = self.drafter_version + 1
+        progress, version = self._progress, self.drafter_version + 1
         if weights_of is not None:
             self._published[version] = self._published[weights_of]
         else:
-            updates, drafter = self._held or (self._updates, self._frozen_copy())
-            self.check_publishable(version, drafter)
-            self._published[version], self._published_update = drafter, updates
-        self._held = self._gathered = None
-        self.drafter_version = version
+            updates, drafter = self._held or (progress.updates, self._frozen_copy())
+            if problems := drafter.overflowing():
+                raise TrainingDiverged(
+                    f"drafter version {version} is not published, an engine would compute with {'; '.join(problems)}: "
+                    "lower drafter.optimizer.learning_rate"
+                )
+            self._published[version], progress.published_update = drafter, updates
+        self._held = progress.gathered = None
+        progress.drafter_version = version
         return version
 
     def save_checkpoint(self, folder: str | Path, version: int) -> None:
@@ -227,28 +267,53 @@ class DrafterTrainer(Distiller):
 
         with_features: False leaves out buffer and target weights, so that no text of a rollout is written to disk.
         """
-        super().save(folder)
-        state = {name: getattr(self, name) for name in PLAIN_STATE}
-        if not with_features:
-            empty = FeatureBuffer(self._buffer.max_bytes, self._buffer.max_age)
-            state |= {"_buffer": empty, "_target_weights": dict[int, TargetWeights](), "_gathered": None}
-        state["published"] = {version: drafter.state_dict() for version, drafter in self._published.items()}
-        state["held"] = None if self._held is None else (self._held[0], self._held[1].state_dict())
-        torch.save(state | {"rng": self._rng.get_state()}, Path(folder) / STATE)
+        self.drafter.save(folder, torch.float32)
+        state = {
+            "progress": self._progress,
+            "rng": self._rng.get_state(),
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "published": {version: drafter.state_dict() for version, drafter in self._published.items()},
+            "held": None if self._held is None else (self._held[0], self._held[1].state_dict()),
+        }
+        features = {"buffer": self._buffer, "target_weights": self.target_weights} if with_features else {}
+        torch.save(state | features, Path(folder) / STATE)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
-        super().load(folder)
+        self.drafter.load(folder)
         with torch.serialization.safe_globals(STATE_CLASSES):
             state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
-        for name in PLAIN_STATE:
-            setattr(self, name, state[name])
-        for version, w in self._target_weights.items():
-            on_device = replace(w, embedding=w.embedding.to(self._device), head=w.head.to(self._device))
-            self._target_weights[version] = on_device
+        self._progress, self._buffer = state["progress"], state.get("buffer", self._buffer)
+        self.target_weights = {
+            version: replace(w, embedding=w.embedding.to(self._device), head=w.head.to(self._device))
+            for version, w in state.get("target_weights", {}).items()
+        }
+        self._rng.set_state(state["rng"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
         self._published = {version: self._frozen_copy(weights) for version, weights in state["published"].items()}
         self._held = None if state["held"] is None else (state["held"][0], self._frozen_copy(state["held"][1]))
-        self._rng.set_state(state["rng"])
+
+    @property
+    def _served_depth(self) -> int:
+        return min(self._spec.num_speculative_tokens, self.drafter.shape.trained_depth)
+
+    def _starts(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[StartAcceptance]]:
+        """Return, for each drafter, the acceptance at the starts of these rollouts, by batch."""
+        parts, config = [], self._spec.drafter
+        for rows, sampling in batches_of(records, config.batch_tokens):
+            target = self.target_weights[rows.policy_version]
+            parts.append(acceptances(drafters, rows.to(self._device), target, sampling, config.objective))
+        return [[part[i] for part in parts] for i in range(len(drafters))]
+
+    def _cause(self, target: TargetWeights) -> str:
+        """Say what is not finite, or else what to change."""
+        causes = self.drafter.overflowing()
+        for name, matrix in (("embedding", target.embedding), ("head", target.head)):
+            if not matrix.isfinite().all():
+                causes.append(f"the target's {name} of policy version {target.policy_version} is not finite")
+        return "; ".join(causes) or "All weights are finite: lower drafter.optimizer.learning_rate"
 
     def _frozen_copy(self, weights: dict[str, Any] | None = None) -> Drafter:
         frozen = copy.deepcopy(self.drafter).requires_grad_(False)
@@ -256,11 +321,21 @@ class DrafterTrainer(Distiller):
             frozen.load_state_dict(weights)
         return frozen
 
-    def _read(self, shard: str) -> list[FeatureRecord]:
+    def _read(self, features: Sequence[str | FeatureRecord]) -> list[FeatureRecord]:
+        """Return all records. The files of shards are deleted when all are whole."""
+        records: list[FeatureRecord] = []
+        for one in features:
+            records += [one] if isinstance(one, FeatureRecord) else self._read_shard(one)
+        for one in features:
+            if isinstance(one, str):
+                Path(one).unlink()
+        return records
+
+    def _read_shard(self, shard: str) -> list[FeatureRecord]:
         records = read_shard(shard)
         for record in records:
             for name, theirs, known in (
-                ("policy version", record.policy_version, sorted(self._target_weights)),
+                ("policy version", record.policy_version, sorted(self.target_weights)),
                 ("aux layers", record.aux_layers, [self.drafter.serving.aux_layers]),
             ):
                 if theirs not in known:

@@ -11,7 +11,7 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cotrain.records import WeightPayload
+from cotrain.records import WeightPayload, WeightUpdateRefused
 from drafters.files import weight_files
 
 Manifest = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -27,10 +27,6 @@ WEIGHTS_UNKNOWN = "the engine's weights are unknown"
 """The error message of an engine that could not return to its last good weights, and so must not continue, contains this text.
 
 vLLM passes on the text of a worker's exception, but not its type."""
-
-
-class WeightUpdateRefused(ValueError):
-    """An update that was not applied; the engine continues serving the weights it had."""
 
 
 def digest(tensor: Tensor) -> str:

@@ -1,15 +1,16 @@
-"""Trains a drafter on the policy's own rollouts before RL, in one process beside the engine's and without Ray.
+"""Trains a drafter on the policy's own text before RL: a run whose policy does not train, and which publishes in each step.
 
-collect rollouts --> hold out prompts, choose the draft vocabulary --> train on features --> serve --> register
+collect text --> in each step: hidden states, score, train, publish --> serve the last version --> register
+
+One process beside the engine's does all of it, without Ray.
 """
 
 import asyncio
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,28 +25,24 @@ from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import engine_device
 from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, SpeculationCounts, Versions
-from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, newest_state
+from cotrain.run.checkpoint import RunState, check_resume, model_fingerprints, new_checkpoint, newest_state
 from cotrain.run.console import Console, aligned, duration
-from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import tracking_uri
 from cotrain.run.provenance import write_provenance
 from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
+from cotrain.run.step_metrics import metrics_of
 from cotrain.run.tracking import Tracker
-from cotrain.trainer.distiller import EXPECTED
 from cotrain.trainer.spec import trainer_spec
 from cotrain.trainer.trainer import DrafterTrainer
-from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.initialise import sources
-from pipelines.initialise.training import Features, Progress, RunRecord, Training, updates_of
+from pipelines.initialise.sources import StoredRollout
 from pipelines.preflight import check_run
 
-DRAFTER_VERSION = 1
-FEATURE_ROLLOUTS = 256
-"""Maximum number of rollouts whose features are computed before the next chance to stop."""
+EXPECTED = "rollout/expected_acceptance_length"
 
 
 def initialise(config: RunConfig, resume: bool) -> int:
@@ -86,31 +83,36 @@ class Initialisation:
     stop_requested: Callable[[], bool]
 
     async def run(self, source: sources.Source) -> bool:
-        """Run all stages. Returns False when it was asked to stop early."""
-        started = time.monotonic()
+        """Collect, train, serve and register. Returns False when it was asked to stop early."""
+        started, config, say = time.monotonic(), self.config, self.console.say
         async with AsyncExitStack() as stack:
             # Without a drafter the engine would tap no hidden states, and could not be sent a drafter later.
             untrained = Path(stack.enter_context(TemporaryDirectory())) / "untrained"
             with self.console.phase("rollout engine"), stop_at_once():
-                trainer = self._trainer(total_updates=1)
-                trainer.drafter.save(untrained, trainer.serving_dtype)
-                setup = EngineSetup(self.model, [], self.config.rollout, trainer.drafter, untrained)
-                engine = await stack.enter_async_context(one_engine(setup, self.config.seed, threads.num_cores()))
+                new = self._trainer(total_updates=1)
+                new.drafter.save(untrained, new.serving_dtype)
+                setup = EngineSetup(self.model, [], config.rollout, new.drafter, untrained)
+                engine = await stack.enter_async_context(one_engine(setup, config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)
-            say, stop_requested = self.console.say, self.stop_requested
-            if not await sources.collect(engine, self.corpus, source, self.config, say, stop_requested):
+            if not await sources.collect(engine, self.corpus, source, config, say, self.stop_requested):
                 return False
-            tracker, record = self._records(stack)
-            split = sources.split_prompts(self.corpus.rollouts, self.config.init.holdout, self.config.seed)
-            training = self._training(record, split, partial(self._features, engine))
-            if (progress := await training.train()) is None:
+            training, held_out = sources.split(self.corpus.rollouts, config.rollout.samples_per_prompt)
+            say(f"{len(training):,} rollouts to train on, {len(held_out):,} held out")
+            state = newest_state(self.run_dir, config, self.corpus.about["fingerprints"])
+            with self.console.phase("MLflow"), stop_at_once():
+                history = read_rows(self.run_dir.metrics) if self.run_dir.resumed else None
+                tracker = Tracker(config, policy=state.fingerprints["model"], history=history, say=say)
+            stack.enter_context(tracker)
+            trainer = await self.train(engine, training, state, tracker)
+            if trainer is None:
                 tracker.finish("KILLED")
                 return False
-            served = await self._serve(engine, training)
-            figures = self._figures(training, progress, served)
-            figures |= self._register(tracker, figures, served) | {"seconds": time.monotonic() - started}
+            rates, served = await self._evaluate(engine, trainer, held_out)
+            figures = self._figures(trainer, held_out, rates, served)
+            figures |= self._register(trainer, tracker, figures, metrics_of(served))
+            figures["seconds"] = time.monotonic() - started
             write_json(self.run_dir.path / "init.json", figures)
-            self.console.say(summary(figures, self.config, training.best_folder))
+            say(summary(figures, config, self.run_dir.path / "drafter"))
         return True
 
     def _trainer(self, total_updates: int) -> DrafterTrainer:
@@ -123,74 +125,82 @@ class Initialisation:
         spec = replace(spec, total_updates=total_updates, max_buffer_bytes=self.config.rollout.features.max_bytes)
         return DrafterTrainer(spec, self.model, first, engine_device())
 
-    def _records(self, stack: AsyncExitStack) -> tuple[Tracker, RunRecord]:
-        """Open MLflow, and metrics.jsonl as of the newest checkpoint; the RunRecord says where training continues."""
-        state = newest_state(self.run_dir, self.config, self.corpus.about["fingerprints"])
-        metrics = RowFile(self.run_dir.metrics, resumed_step=state.step)
-        with self.console.phase("MLflow"), stop_at_once():
-            history = read_rows(self.run_dir.metrics) if self.run_dir.resumed else None
-            policy = state.fingerprints["model"]
-            tracker = Tracker(self.config, policy=policy, history=history, say=self.console.say)
-        stack.enter_context(tracker)
+    async def train(
+        self, engine: RolloutEngine, rollouts: Sequence[StoredRollout], state: RunState, tracker: Tracker
+    ) -> DrafterTrainer | None:
+        """Train on all rollouts, as many in a step as in a step of a run. Returns None when asked to stop; that step is saved.
 
-        def log(update: int, row: Mapping[str, float]) -> None:
-            metrics.write(update, row)
-            tracker.log_step(update, row)
-
-        return tracker, RunRecord(self.config, self.run_dir, state, self.console, log, self.stop_requested)
-
-    def _training(self, record: RunRecord, split: sources.Split, features: Features) -> Training:
-        rollouts, holdout = split
-        assert self.config.drafter is not None
-        trainer = self._trainer(self.config.init.epochs * updates_of(rollouts, self.config.drafter.batch_tokens))
+        The draft vocabulary is chosen from all rollouts, which the first step's features alone would cover less well.
+        """
+        config, run_dir = self.config, self.run_dir
+        size = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        steps = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+        assert config.drafter is not None
+        tokens = [config.init.epochs * sum(r.num_tokens for r in part) for part in steps]
+        updates = [ceil(number / config.drafter.batch_tokens) for number in tokens]
+        trainer, metrics = self._trainer(sum(updates)), RowFile(run_dir.metrics, resumed_step=state.step)
         trainer.set_target_weights(self.model, policy_version=0)
-        self.console.say(f"{len(rollouts):,} rollouts to train on, {len(holdout):,} held out")
-        return Training(record, trainer, split, features)
+        if state.step:
+            trainer.load(run_dir.checkpoint(state.step) / "trainer")
+        else:
+            texts = [(torch.tensor(r.prompt_token_ids), torch.tensor(r.token_ids)) for r in rollouts]
+            trainer.choose_first_vocabulary(texts, policy_version=0)
+        for step in range(state.step + 1, len(steps) + 1):
+            began = time.perf_counter()
+            shards = await engine.tap_sequences(sequences_of(steps[step - 1]))
+            scores, row = trainer.take_in(shards, trainer.drafter_version, keep=(), judged=0)
+            if rates := scores.serving[-1].rates():
+                row[EXPECTED] = 1 + sum(rates)
+            row |= trainer.train(step, updates[step - 1])
+            row |= {"versions/drafter": trainer.publish(), "time/step_s": time.perf_counter() - began}
+            metrics.write(step, row)
+            tracker.log_step(step, row)
+            versions, stopping = Versions(0, trainer.drafter_version), self.stop_requested()
+            self.console.step(step, len(steps), row, versions, [f"loss {row['drafter/loss']:.3f}"])
+            if step == len(steps) or stopping or step % config.checkpoint.every == 0:
+                with new_checkpoint(
+                    run_dir, replace(state, step=step, versions=versions), keep_last=config.checkpoint.keep_last
+                ) as folder:
+                    trainer.save(folder / "trainer")
+            if stopping and step < len(steps):
+                return None
+        return trainer
 
-    async def _features(self, engine: RolloutEngine, rollouts: Sequence[sources.StoredRollout]) -> list[FeatureRecord]:
-        """One record for each rollout, from a prefill of prompt and response; fewer when asked to stop."""
-        records: list[FeatureRecord] = []
-        while len(records) < len(rollouts) and not self.stop_requested():
-            group = rollouts[len(records) : len(records) + FEATURE_ROLLOUTS]
-            sequences = [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in group]
-            for shard in await engine.tap_sequences(sequences):
-                records += read_shard(shard)
-                os.unlink(shard)
-            self.console.say(f"features of {len(records):,}/{len(rollouts):,} rollouts")
-        return records
-
-    async def _serve(self, engine: RolloutEngine, training: Training) -> SpeculationCounts:
-        """Serve the drafter on prompts that it was not trained on, with the sampling and the draft length of [rollout]."""
-        trainer, k = training.trainer, self.config.rollout.num_speculative_tokens
-        await send(engine, trainer.write_payload(Path(engine.spec.scratch) / "drafter.safetensors", trainer.publish()))
-        await engine.set_num_speculative_tokens(k)
+    async def _evaluate(
+        self, engine: RolloutEngine, trainer: DrafterTrainer, held_out: Sequence[StoredRollout]
+    ) -> tuple[list[float], SpeculationCounts]:
+        """Return the expected acceptance rates of the last version on held-out rollouts, and what it accepts on their prompts."""
+        rollout, version = self.config.rollout, trainer.drafter_version
+        scores, _ = trainer.take_in(await engine.tap_sequences(sequences_of(held_out)), version, keep=(), judged=0)
+        await send(engine, trainer.write_payload(Path(engine.spec.scratch) / "drafter.safetensors", version))
+        await engine.set_num_speculative_tokens(rollout.num_speculative_tokens)
         await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
-        requests = served_requests(training.split[1], self.config)
+        seeded = rollout.draft_sample_method == "greedy"  # vLLM cannot seed sampled drafts
+        seeds = [self.config.seed + i if seeded else None for i in range(len(held_out))]
+        requests = [RolloutRequest(r.prompt_id, i, r.prompt_token_ids, seeds[i]) for i, r in enumerate(held_out)]
         with self.console.phase("the drafter, served on held-out prompts"):
-            counts = (await engine.generate(requests, tap=False)).speculation
-        if counts is None or not counts.num_drafts:
-            raise RuntimeError("the engine drafted nothing; every response ended with its first token")
-        return counts
+            served = (await engine.generate(requests, tap=False)).speculation
+        rates = scores.serving[-1].rates()
+        if not rates or served is None or not served.num_drafts:
+            raise ValueError("init.tokens: the held-out responses are too short to judge the drafter by; raise it")
+        return rates, served
 
-    def _figures(self, training: Training, progress: Progress, served: SpeculationCounts) -> dict[str, Any]:
+    def _figures(
+        self, trainer: DrafterTrainer, held_out: Sequence[StoredRollout], rates: list[float], served: SpeculationCounts
+    ) -> dict[str, Any]:
         """What init.json says of the data, the training and the drafter as served."""
-        rollouts, holdout = training.split
-        tokens = torch.tensor([token for rollout in holdout for token in rollout.token_ids])
-        vocabulary = training.trainer.drafter.draft_to_target.cpu()
+        rollouts, tokens = self.corpus.rollouts, torch.tensor([token for r in held_out for token in r.token_ids])
         return {
             "policy": self.config.policy.model,
             "source": self.config.init.source.model_dump(mode="json"),
-            "data_fingerprint": sources.data_fingerprint([*rollouts, *holdout]),
-            "training_rollouts": len(rollouts),
-            "holdout_rollouts": len(holdout),
-            "response_tokens": sum(len(r.token_ids) for r in [*rollouts, *holdout]),
-            "vocabulary_coverage": float(torch.isin(tokens, vocabulary).double().mean()),
-            "steps": training.step,
-            "best_epoch": progress.best_epoch,
-            "expected_acceptance_length": progress.best[EXPECTED],
-            "expected_acceptance_rates": [v for name, v in progress.best.items() if "acceptance_rate_pos" in name],
-            "num_speculative_tokens": self.config.rollout.num_speculative_tokens,
-            "draft_sample_method": self.config.rollout.draft_sample_method,
+            "data_fingerprint": sources.data_fingerprint(rollouts),
+            "training_rollouts": len(rollouts) - len(held_out),
+            "holdout_rollouts": len(held_out),
+            "response_tokens": self.corpus.num_response_tokens,
+            "vocabulary_coverage": float(torch.isin(tokens, trainer.drafter.draft_to_target.cpu()).double().mean()),
+            "steps": trainer.drafter_version,
+            "expected_acceptance_length": 1 + sum(rates),
+            "expected_acceptance_rates": rates,
             "served": {
                 "acceptance_length": served.acceptance_length,
                 "acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
@@ -198,51 +208,41 @@ class Initialisation:
             },
         }
 
-    def _register(self, tracker: Tracker, figures: dict[str, Any], served: SpeculationCounts) -> dict[str, Any]:
-        """Register the drafter in MLflow, and return its name and version there."""
-        step = figures["steps"]
+    def _register(
+        self, trainer: DrafterTrainer, tracker: Tracker, figures: dict[str, Any], served: dict[str, float]
+    ) -> dict[str, Any]:
+        """Write the drafter, register it in MLflow, and return its name and version there."""
+        step, folder = trainer.drafter_version, self.run_dir.path / "drafter"
+        trainer.save_checkpoint(folder, step)
         metrics = {name: figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
         tags = {"init": figures["source"]["type"], "data_fingerprint": figures["data_fingerprint"]}
-        folder, versions = self.run_dir.path / "drafter", Versions(0, DRAFTER_VERSION)
-        registered = tracker.log_drafter(folder, versions, step, metrics, tags)
-        tracker.log_step(step + 1, metrics_of(served) | {"versions/drafter": DRAFTER_VERSION})
+        registered = tracker.log_drafter(folder, Versions(0, step), step, metrics, tags)
+        tracker.log_step(step + 1, served | {"versions/drafter": step})
         tracker.finish()
         version = registered.result() if registered.done() else None  # MLflow may not have answered yet
         return {"registered_model": tracker.registered_model, "registered_version": version}
 
 
-SERVED_ROLLOUTS = 128
-"""Maximum number of rollouts that evaluate the served drafter."""
-
-
-def served_requests(holdout: Sequence[sources.StoredRollout], config: RunConfig) -> list[RolloutRequest]:
-    """Up to samples_per_prompt samples of each held-out prompt, SERVED_ROLLOUTS in all. vLLM cannot seed sampled drafts."""
-    prompts = {tuple(r.prompt_token_ids): r.prompt_id for r in holdout}
-    samples = min(config.rollout.samples_per_prompt, max(1, SERVED_ROLLOUTS // len(prompts)))
-    seeded = config.rollout.draft_sample_method == "greedy"
-    return [
-        RolloutRequest(prompt_id, sample, list(ids), config.seed + number * samples + sample if seeded else None)
-        for number, (ids, prompt_id) in enumerate(list(prompts.items())[:SERVED_ROLLOUTS])
-        for sample in range(samples)
-    ]
+def sequences_of(rollouts: Sequence[StoredRollout]) -> list[tuple[list[int], int]]:
+    """(prompt and response, length of the prompt) of each rollout, for RolloutEngine.tap_sequences."""
+    return [(r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids)) for r in rollouts]
 
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
     """The content of init.json as text, for a reader who has not seen one before."""
-    served, k, version = figures["served"], config.rollout.num_speculative_tokens, figures["registered_version"]
-    expected_rates, served_rates = (
-        "  ".join(f"{position}: {rate:.3f}" for position, rate in enumerate(rates, start=1))
-        for rates in (figures["expected_acceptance_rates"], served["acceptance_rates"])
+    k, version, method = (
+        config.rollout.num_speculative_tokens,
+        figures["registered_version"],
+        config.rollout.draft_sample_method,
     )
-    scale = f"(tokens per verification step at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most)"
+    scale = f"(tokens per verification step at k = {k}, {method}; 1 is no gain, {k + 1} the most)"
+    expected, served = figures["expected_acceptance_length"], figures["served"]["acceptance_length"]
     lines = {
         "data": f"{figures['training_rollouts']:,} rollouts trained on, {figures['holdout_rollouts']:,} held out "
         f"(source {figures['source']['type']}, fingerprint {figures['data_fingerprint']})",
         "vocabulary": f"covers {figures['vocabulary_coverage']:.2%} of the held-out response tokens",
-        "training": f"{figures['steps']} steps, best after epoch {figures['best_epoch']} of {config.init.epochs}",
-        "acceptance": f"expected {figures['expected_acceptance_length']:.3f}, served {served['acceptance_length']:.3f}   {scale}",
-        "expected": f"{expected_rates}   (share of steps that accept draft position 1 to k)",
-        "served": served_rates,
+        "training": f"{figures['steps']} steps, {config.init.epochs} passes over the text",
+        "acceptance": f"expected {expected:.3f}, served {served:.3f}   {scale}",
         "drafter": f"{folder}; serves in stock vLLM as it is",
         "registered": f"models:/{figures['registered_model']}/{version} in MLflow"
         if version is not None

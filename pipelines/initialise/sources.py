@@ -1,4 +1,4 @@
-"""The rollouts of `cotrain init`: where they come from, how they are kept, and their split into training and hold-out.
+"""The text of `cotrain init`: where it comes from, how it is stored, and what of it is held out.
 
 The first row of a run's rollouts.jsonl describes the policy and its sampling. Every other row is one part of the rollouts.
 A row that was cut off is not read, so a part is either complete or absent.
@@ -6,7 +6,6 @@ A row that was cut off is not read, so a part is either complete or absent.
 
 import hashlib
 import json
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,10 +37,6 @@ class StoredRollout:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
 
-Split = tuple[list[StoredRollout], list[StoredRollout]]
-"""Rollouts to train on, and those held out."""
-
-
 class Corpus(RowFile):
     """rollouts.jsonl of one run, to which parts are appended."""
 
@@ -51,8 +46,8 @@ class Corpus(RowFile):
         super().__init__(folder / FILE, resumed_step=len(rows))
         if not rows:
             self.write(0, about)
-        self.about, *parts = rows or [about]
-        self.rollouts, self.num_parts = _rollouts(parts), len(parts)
+        self.about, *self._parts = rows or [about]
+        self.rollouts = _rollouts(self._parts)
 
     @property
     def num_response_tokens(self) -> int:
@@ -60,49 +55,53 @@ class Corpus(RowFile):
 
     def append(self, rollouts: Sequence[StoredRollout]) -> None:
         """Write one more part. Raises OSError when the disk is full; the earlier parts stay intact then."""
-        self.write(self.num_parts + 1, {"rollouts": [asdict(rollout) for rollout in rollouts]})
+        part = {"rollouts": [asdict(rollout) for rollout in rollouts]}
+        self.write(len(self._parts) + 1, part)
+        self._parts.append(part)
         self.rollouts += rollouts
-        self.num_parts += 1
 
 
 def _rollouts(parts: Sequence[dict[str, Any]]) -> list[StoredRollout]:
     return [StoredRollout(**rollout) for part in parts for rollout in part["rollouts"]]
 
 
-def read_recorded(run: str, fingerprints: dict[str, str]) -> tuple[list[StoredRollout], dict[str, Any]]:
-    """The rollouts in the run folder of an earlier `cotrain init` of the same policy, and the first row of its file.
+def read_recorded(path: str, config: RunConfig, fingerprints: dict[str, str]) -> list[StoredRollout]:
+    """The rollouts in the run folder of an earlier `cotrain init` of the same policy. Prints a note if their sampling differs.
 
-    Raises ValueError naming init.source.path when there are none, or they are of another policy or tokenizer.
+    Raises ValueError naming init.source.path when there are none, or they are of another policy or tokenizer, or too long.
     """
-    about, *parts = read_rows(Path(run).expanduser() / FILE) or [{}]
+    about, *parts = read_rows(Path(path).expanduser() / FILE) or [{}]
     if not parts:
         raise ValueError(
-            f"init.source.path: {run} is no run folder of a `cotrain init` with a complete part of {FILE}; finish that "
+            f"init.source.path: {path} is no run folder of a `cotrain init` with a complete part of {FILE}; finish that "
             'run with --resume, or collect rollouts with init.source.type = "policy"'
         )
     if about["fingerprints"] != fingerprints:
         raise ValueError(
-            f"init.source.path: {run}: rollouts of another policy or tokenizer (they were made with {about['policy']}); "
+            f"init.source.path: {path}: rollouts of another policy or tokenizer (they were made with {about['policy']}); "
             "set policy.model to that one, or collect new rollouts"
         )
-    return _rollouts(parts), about
-
-
-def split_prompts(rollouts: Sequence[StoredRollout], share: float, seed: int) -> Split:
-    """Split by whole prompts; about `share` of the prompts, and at least one, is held out.
-
-    Prompts are told apart by their tokens. Raises ValueError naming init.holdout when none is left to train on.
-    """
-    prompts = sorted({tuple(rollout.prompt_token_ids) for rollout in rollouts})
-    count = max(1, round(share * len(prompts)))
-    if count >= len(prompts):
+    if about["sampling"] != sampling(config):
+        print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}")
+    rollouts = _rollouts(parts)
+    prompt, response = (max(len(getattr(r, ids)) for r in rollouts) for ids in ("prompt_token_ids", "token_ids"))
+    if prompt > config.rollout.max_prompt_tokens or response > config.rollout.max_new_tokens:
         raise ValueError(
-            f"init.holdout: {count} of {len(prompts)} prompts held out leaves none to train on; lower it, or raise "
-            "init.tokens or the number of prompts"
+            f"init.source.path: {path} has prompts of {prompt} tokens and responses of {response}; raise "
+            "rollout.max_prompt_tokens and max_new_tokens to these"
         )
-    held = set(random.Random(seed).sample(prompts, count))
-    training = [rollout for rollout in rollouts if tuple(rollout.prompt_token_ids) not in held]
-    return training, [rollout for rollout in rollouts if tuple(rollout.prompt_token_ids) in held]
+    return rollouts
+
+
+def split(rollouts: list[StoredRollout], samples: int) -> tuple[list[StoredRollout], list[StoredRollout]]:
+    """Hold out the last tenth of the rollouts, as whole prompts of so many samples and at most HELD_OUT rollouts.
+
+    Raises ValueError naming init.tokens when none is left to train on.
+    """
+    held = max(1, min(HELD_OUT, len(rollouts) // 10) // samples) * samples
+    if held >= len(rollouts):
+        raise ValueError(f"init.tokens: {len(rollouts)} rollouts are too few to hold some out; raise it")
+    return rollouts[:-held], rollouts[-held:]
 
 
 def data_fingerprint(rollouts: Iterable[StoredRollout]) -> str:
@@ -111,8 +110,8 @@ def data_fingerprint(rollouts: Iterable[StoredRollout]) -> str:
     return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=8).hexdigest()
 
 
-PART_ROLLOUTS = 128
-"""Maximum number of rollouts of one part on disk, and so the most that a crash can lose."""
+PART_ROLLOUTS, HELD_OUT = 128, 128
+"""Most rollouts of one part on disk, and so the most that a crash can lose; most rollouts that are held out."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,6 @@ class PromptStream:
     encode: Callable[[int], tuple[str, list[int]]]
     """Index -> (prompt id, token ids)."""
     config: RunConfig
-
-    async def next_part(self, engine: RolloutEngine, done: int, count: int) -> list[StoredRollout]:
-        """Generate about `count` rollouts after the first `done` ones."""
-        samples = self.config.rollout.samples_per_prompt
-        batch = await engine.generate(self.requests(done // samples, max(1, round(count / samples))), tap=False)
-        return [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in batch.rollouts]
 
     def requests(self, first: int, count: int) -> list[RolloutRequest]:
         """The requests for all samples of prompts `first` to `first + count - 1` of the series."""
@@ -150,10 +143,7 @@ def open_source(config: RunConfig, model: Path, fingerprints: dict[str, str]) ->
     """Open and check the source that [init.source] names, and print notes on it. Raises ValueError naming its field."""
     source, limit = config.init.source, config.rollout.max_prompt_tokens
     if isinstance(source, RecordedRollouts):
-        rollouts, about = read_recorded(source.path, fingerprints)
-        if about["sampling"] != sampling(config):
-            print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {sampling(config)}")
-        return _fitting(rollouts, config, source.path)
+        return read_recorded(source.path, config, fingerprints)
     task = build_task(source if isinstance(source, DatasetRollouts) else config.task, config.seed, model, limit)
     if task.left_out:
         print(f"note: left out {task.left_out}")
@@ -184,6 +174,7 @@ async def collect(
     What the next part holds depends on the corpus alone, so an interrupted collection continues as if it had not been.
     """
     wanted, before, started = config.init.tokens, corpus.num_response_tokens, time.monotonic()
+    samples = config.rollout.samples_per_prompt
     while not stop_requested():
         have, done = corpus.num_response_tokens, len(corpus.rollouts)
         if have >= wanted:
@@ -193,7 +184,9 @@ async def collect(
         if isinstance(source, list):
             part = source[done : done + count]
         else:
-            part = await source.next_part(engine, done, count)
+            requests = source.requests(done // samples, max(1, round(count / samples)))
+            batch = await engine.generate(requests, tap=False)
+            part = [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in batch.rollouts]
         if not part:
             say(f"note: init.source has no more than {have:,} response tokens; init.tokens asks for {wanted:,}")
             return True
@@ -203,15 +196,3 @@ async def collect(
         eta = duration(max(0, wanted - have) / rate, decimals=0)
         say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s  eta {eta}")
     return False
-
-
-def _fitting(rollouts: list[StoredRollout], config: RunConfig, path: str) -> list[StoredRollout]:
-    """The rollouts within the length limits of [rollout]; prints how many are left out. Raises ValueError if all are."""
-    limit, longest = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
-    kept = [r for r in rollouts if len(r.prompt_token_ids) <= limit and len(r.token_ids) <= longest]
-    if not kept:
-        raise ValueError(f"init.source.path: {path} has nothing within rollout.max_prompt_tokens and max_new_tokens")
-    if left_out := len(rollouts) - len(kept):
-        bounds = "rollout.max_prompt_tokens or max_new_tokens"
-        print(f"note: {left_out} of {len(rollouts)} are over {bounds} and left out")
-    return kept

@@ -10,11 +10,11 @@ from pipelines.page.folders import find
 from pipelines.simulate.report import report
 
 EPILOG = """\
-  cotrain simulate configs/simulate/h100_node.toml drafter.k=2     a system that is described, with another k
-  cotrain simulate --run quickstart k=1                            a finished run, with another k
-  cotrain simulate --run quickstart --check                        predict the run itself; status 1 if that is off
+  cotrain simulate configs/simulate/cpu.toml drafter.k=2     a system that is described, with another k
+  cotrain simulate --run quickstart k=1                      a finished run, with another k
+  cotrain simulate --run quickstart --check                  predict the run itself; status 1 if that is off
 
-Only measured steps tell what drafts cost: a roofline that was adjusted to none gives no verdict. See docs/guide/simulator.md.
+Only measured steps tell what drafts cost. See docs/guide/simulator.md.
 
 Fields of a system
 ==================

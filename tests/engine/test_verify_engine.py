@@ -12,12 +12,12 @@ from cotrain.config.schema import MonitorConfig, RolloutConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.lossless import monitor as monitor_module
 from cotrain.lossless.checks import UNKNOWN, response_strata
-from cotrain.lossless.emitted import response_draws
+from cotrain.lossless.emitted import Draws, response_draws
 from cotrain.lossless.family import Verdict, judge
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.lossless.setting import PLAIN, Setting, standard_settings
 from cotrain.process.scratch import scratch_folder
-from cotrain.records import WeightPayload
+from cotrain.records import Rollout, WeightPayload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, TargetWeights
 from drafters.eagle3.model import to_tokens
@@ -167,16 +167,18 @@ def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(
         rollouts = planting.run(verifier_of(planting, laws, drafters).generate(setting, 160))
     finally:
         plant(planting, None)
-    assert monitor.due(1, 0.0)
-    assert monitor.choose([replace(rollout, speculation=None) for rollout in rollouts]) is None
-    chosen = monitor.choose(rollouts)
-    assert chosen is not None
-    draws = [
-        response_draws(target_model, r.prompt_token_ids, r.token_ids, PLAIN, None, monitor.logit_tolerance)
-        for r in chosen.rollouts
-    ]
-    verdict, metrics = monitor.check(1, chosen, draws, seconds=1.0)
+    sizes = []
+
+    def forward(chosen: list[Rollout]) -> list[Draws]:
+        sizes.append(len(chosen))
+        arguments = PLAIN, None, monitor.logit_tolerance
+        return [response_draws(target_model, r.prompt_token_ids, r.token_ids, *arguments) for r in chosen]
+
+    assert monitor.check(1, [replace(rollout, speculation=None) for rollout in rollouts], 0.0, forward) is None
+    checked = monitor.check(2, rollouts, 0.0, forward)
+    assert checked is not None
+    verdict, metrics = checked
     assert verdict.passed == (bug is None)
     # Verification steps emit all tokens but the first of each response.
-    assert metrics["lossless/speculated_tokens"] == metrics["lossless/tokens"] - len(chosen.rollouts)
-    assert not monitor.due(2, 1e6)
+    assert metrics["lossless/speculated_tokens"] == metrics["lossless/tokens"] - sizes[0]
+    assert monitor.check(3, rollouts, 1e6, forward) is None

@@ -19,9 +19,8 @@ from cotrain.publish.alarms import (
     check_step,
     collapse_probability,
 )
-from cotrain.publish.evidence import Evidence, Publication
+from cotrain.publish.evidence import Evidence, FreshScores, Publication
 from cotrain.records import Rollout, RolloutBatch, Versions
-from cotrain.trainer.trainer import FreshScores
 from tests.publish_evidence import expected_from
 from tests.speculation_counts import counts as counts_of
 from tests.speculation_counts import expected as expected_acceptance

@@ -6,27 +6,40 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from cotrain.config.schema import GateConfig
+from cotrain.config.schema import DrafterConfig, GateConfig
 from cotrain.publish.acceptance import expected_of
-from cotrain.publish.decision import Judgement
-from cotrain.publish.decision import judge as judge_scores
+from cotrain.publish.decision import Outcome
+from cotrain.publish.decision import judge as add_verdict
+from cotrain.publish.evidence import Evidence, FreshScores, Publication
 from cotrain.records import GainReport, Rollout, RolloutBatch, Versions
-from cotrain.trainer.trainer import FreshScores
-from drafters.acceptance import RolloutAcceptance
+from drafters.scores import RolloutAcceptance
 from tests.cotrain.publish.simulated import sample_rollouts, score, true_length
 
 SERVED = 1.0  # skill of the serving drafter: acceptance length 2.26
 
 
-def judge(candidate, serving, prompts, config=None, batch=None, lifetime_steps=1, swap_seconds=0.5) -> Judgement:
+def judge(candidate, serving, prompts, gate=None, batch=None, lifetime_steps=1, swap_seconds=0.5) -> Outcome:
+    """lifetime_steps: steps until the next candidate."""
     scores = FreshScores(prompts, serving, candidate, updates=1, served_by=[])
-    return judge_scores(scores, batch or served(), lifetime_steps, swap_seconds, config or GateConfig())
+    outcome = Outcome(Publication(0, swap_seconds=swap_seconds))
+    config = DrafterConfig(model={"type": "eagle3"}, gate=gate or GateConfig(), train_every=lifetime_steps)
+    add_verdict(Evidence(1, batch or served(), Versions(0, 0), outcome.serving, scores), config, outcome)
+    return outcome
 
 
-def publishes(judgement: Judgement) -> bool:
-    return judgement.kind == "published"
+def publishes(outcome: Outcome) -> bool:
+    return kind(outcome) == "published"
+
+
+def kind(outcome: Outcome) -> str | None:
+    """None while the candidate waits."""
+    return outcome.events[0].kind if outcome.events else None
+
+
+def reason(outcome: Outcome) -> str:
+    [event] = outcome.events
+    return event.reason
 
 
 def decisions(skill: float, count: int, seed: int, num_prompts=None, samples=None, own=0.2, grouped=True):
@@ -42,8 +55,8 @@ def decisions(skill: float, count: int, seed: int, num_prompts=None, samples=Non
 
 def plain(accepted: list[float], steps: list[float]) -> list[RolloutAcceptance]:
     """One draft token."""
-    known = torch.tensor([0 if math.isnan(a) else 10 for a in accepted])
-    of_steps, of_accepted = (torch.tensor(values, dtype=torch.float64) for values in (steps, accepted))
+    known = np.array([0 if math.isnan(a) else 10 for a in accepted])
+    of_steps, of_accepted = (np.array(values, np.float64) for values in (steps, accepted))
     return [RolloutAcceptance(of_steps, of_accepted[:, None], known)]
 
 
@@ -72,8 +85,8 @@ def test_worse_candidates_stay_out_and_better_ones_get_in():
 def test_lower_bound_is_wrong_as_often_as_it_says():
     truth = true_length(1.15) - true_length(SERVED)
     found = decisions(skill=1.15, count=250, seed=3, num_prompts=6, samples=4)
-    assert sum(d.numbers["gate/lower_bound"] > truth for d in found) / 250 == pytest.approx(0.05, abs=0.035)
-    assert np.mean([d.numbers["gate/gain"] for d in found]) == pytest.approx(truth, abs=0.015)
+    assert sum(d.metrics["gate/lower_bound"] > truth for d in found) / 250 == pytest.approx(0.05, abs=0.035)
+    assert np.mean([d.metrics["gate/gain"] for d in found]) == pytest.approx(truth, abs=0.015)
 
 
 def test_noise_is_that_of_prompts_where_rollouts_of_a_prompt_resemble_each_other():
@@ -82,8 +95,8 @@ def test_noise_is_that_of_prompts_where_rollouts_of_a_prompt_resemble_each_other
         decisions(SERVED, count=100, seed=4, num_prompts=4, samples=6, own=0.6, grouped=grouped)
         for grouped in (True, False)
     )
-    assert sum(d.numbers["gate/lower_bound"] > 0 for d in as_prompts) <= 10
-    assert sum(d.numbers["gate/lower_bound"] > 0 for d in as_rollouts) >= 15
+    assert sum(d.metrics["gate/lower_bound"] > 0 for d in as_prompts) <= 10
+    assert sum(d.metrics["gate/lower_bound"] > 0 for d in as_rollouts) >= 15
 
 
 def test_jackknife_equals_leaving_out_each_prompt():
@@ -92,7 +105,7 @@ def test_jackknife_equals_leaving_out_each_prompt():
     scored = score(rollouts, SERVED, rng)
     without = []
     for prompt in range(5):
-        rest = torch.from_numpy(rollouts.prompts != prompt)
+        rest = rollouts.prompts != prompt
         without.append(float(scored[-1].accepted[rest].sum() / scored[-1].steps[rest].sum()))
     promise = expected_of(scored, rollouts.names)
     assert promise is not None
@@ -130,9 +143,9 @@ def test_each_drafter_counts_at_the_draft_length_that_suits_it_best():
     fastest = [min(t / length for t, length in zip(alone, one.lengths, strict=True)) for one in (candidate, weak)]
     assert fastest[1] == pytest.approx(alone[1] / weak.lengths[1]) and fastest[0] < alone[1] / candidate.lengths[1]
     judgement = judge(*drafters, rollouts.names, batch=served(10.0, [alone]))
-    assert judgement.numbers["gate/seconds_saved"] == pytest.approx(10.0 * (1 - fastest[0] / fastest[1]))
+    assert judgement.metrics["gate/seconds_saved"] == pytest.approx(10.0 * (1 - fastest[0] / fastest[1]))
     at_the_served_length = 10.0 * (1 - weak.lengths[1] / candidate.lengths[1])
-    assert judgement.numbers["gate/seconds_saved"] > 1.2 * at_the_served_length
+    assert judgement.metrics["gate/seconds_saved"] > 1.2 * at_the_served_length
     between = 1.1 * at_the_served_length
     assert publishes(judge(*drafters, rollouts.names, batch=served(10.0, [alone]), swap_seconds=between))
 
@@ -143,34 +156,33 @@ def test_batch_sizes_have_draft_lengths_of_their_own():
     small, large = (3.0, 3.6), (5.0, 15.0)
     for rows, saved in [([small], 1 - 1.8 / 3.0), ([large], 0.0), ([small, large], 1 - 6.8 / 8.0)]:
         judgement = judge(*drafters, batch=served(10.0, rows))
-        assert judgement.numbers["gate/seconds_saved"] == pytest.approx(10.0 * saved, abs=0.05)
-    assert "swap would cost more" in judge(*drafters, batch=served(10.0, [large]), swap_seconds=0.0).reason
+        assert judgement.metrics["gate/seconds_saved"] == pytest.approx(10.0 * saved, abs=0.05)
+    assert "swap would cost more" in reason(judge(*drafters, batch=served(10.0, [large]), swap_seconds=0.0))
 
 
 def test_at_a_fixed_draft_length_the_verification_steps_saved_count():
     decision = judge(*pair(1.0, 0.6), lifetime_steps=3)
     # Acceptance length 2.0 instead of 1.6, in three steps of 10 seconds.
-    assert decision.numbers["gate/seconds_saved"] == pytest.approx(3 * 10 * (1 - 1.6 / 2.0), rel=0.01)
+    assert decision.metrics["gate/seconds_saved"] == pytest.approx(3 * 10 * (1 - 1.6 / 2.0), rel=0.01)
     assert publishes(decision)
-    assert decision.numbers["gate/publish"] == 1.0
+    assert decision.metrics["gate/publish"] == 1.0
     assert decision.expected is not None
-    assert decision.expected.rates[0] == pytest.approx((decision.numbers["gate/candidate_length"] - 1,))
+    assert decision.expected.rates[0] == pytest.approx((decision.metrics["gate/candidate_length"] - 1,))
 
 
 def test_swap_that_costs_more_than_it_saves_is_not_made():
     decision = judge(*pair(1.0, 0.6), swap_seconds=100.0)
     assert not publishes(decision)
-    assert "swap would cost more" in decision.reason
-    assert not publishes(judge(*pair(1.0, 0.6), lifetime_steps=0))
+    assert "swap would cost more" in reason(decision)
 
 
 def test_only_seconds_that_somebody_waits_for_count():
     """The learner waits for one of ten seconds of generation; the rest passes beside learning."""
     mostly_hidden = replace(served(), exposed=0.1)
     decision = judge(*pair(1.0, 0.6), batch=mostly_hidden, lifetime_steps=3, swap_seconds=1.0)
-    assert decision.numbers["gate/seconds_saved"] == pytest.approx(0.1 * 3 * 10 * (1 - 1.6 / 2.0), rel=0.01)
-    assert decision.numbers["gate/swap_seconds"] == pytest.approx(0.1)
-    assert publishes(decision) and "10% of the generation time is waited for" in decision.reason
+    assert decision.metrics["gate/seconds_saved"] == pytest.approx(0.1 * 3 * 10 * (1 - 1.6 / 2.0), rel=0.01)
+    assert decision.metrics["gate/swap_seconds"] == pytest.approx(0.1)
+    assert publishes(decision) and "10% of the generation time is waited for" in reason(decision)
     never_waits = replace(served(), exposed=0.0)
     assert not publishes(judge(*pair(1.0, 0.6), batch=never_waits, lifetime_steps=3, swap_seconds=1.0))
 
@@ -183,7 +195,7 @@ def test_what_is_drafted_from_history_gains_nothing_from_a_better_drafter():
     )  # two of six steps; the first token and two have no drafts
     mixed = judge(*pair(1.0, 0.6), batch=replace(served(), rollouts=[of_history]))
     alone = judge(*pair(1.0, 0.6), batch=replace(served(), rollouts=[rollout]))
-    of_mixed, of_alone = (found.numbers["gate/seconds_saved"] for found in (mixed, alone))
+    of_mixed, of_alone = (found.metrics["gate/seconds_saved"] for found in (mixed, alone))
     assert of_mixed == pytest.approx(of_alone * 4 / 6) and of_alone > 1
 
 
@@ -208,28 +220,28 @@ def test_always_publishes_what_has_finite_acceptances():
 @pytest.mark.parametrize(("broken_one", "named"), [(0, "candidate"), (1, "serving drafter")])
 def test_acceptances_that_are_not_finite_are_refused_even_in_one_rollout(broken_one, named):
     *drafters, prompts = pair(1.0, 0.5)
-    steps, known = drafters[broken_one][0].steps.clone(), drafters[broken_one][0].known.clone()
+    steps, known = drafters[broken_one][0].steps.copy(), drafters[broken_one][0].known.copy()
     steps[3], known[3] = math.nan, 0
     drafters[broken_one] = changed(drafters[broken_one], steps=steps, known=known)
     decision = judge(*drafters, prompts)
     assert not publishes(decision)
-    assert f"{named} are not finite on 1 of 24 rollouts" in decision.reason
+    assert f"{named} are not finite on 1 of 24 rollouts" in reason(decision)
     assert decision.expected is None
 
 
 def test_partly_unknown_acceptance_within_a_rollout_is_refused():
     candidate, serving, prompts = pair(1.0, 0.5)
-    assert "not finite" in judge(changed(candidate, known=candidate[0].known - 1), serving, prompts).reason
+    assert "not finite" in reason(judge(changed(candidate, known=candidate[0].known - 1), serving, prompts))
 
 
 def test_rollouts_with_a_hole_are_left_out_for_both():
     candidate, serving, prompts = pair(1.0, 0.5)
-    hole = torch.arange(24) == 7
+    hole = np.arange(24) == 7
     drafters = [
-        changed(d, steps=d[0].steps.masked_fill(hole, math.nan), known=d[0].known * ~hole) for d in (candidate, serving)
+        changed(d, steps=np.where(hole, math.nan, d[0].steps), known=d[0].known * ~hole) for d in (candidate, serving)
     ]
     decision = judge(*drafters, prompts)
-    assert (publishes(decision), decision.numbers["gate/num_rollouts"]) == (True, 23)
+    assert (publishes(decision), decision.metrics["gate/num_rollouts"]) == (True, 23)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +250,6 @@ def test_rollouts_with_a_hole_are_left_out_for_both():
 def test_a_candidate_waits_where_there_is_too_little_to_judge_by(prompts, found):
     candidate, serving, _ = pair(1.0, 0.5, count=len(prompts))
     judgement = judge(candidate, serving, prompts)
-    assert judgement.kind is None and f"{found} prompts could be scored" in judgement.reason
-    assert [judgement.numbers[f"gate/num_{what}"] for what in ("rollouts", "prompts")] == [len(prompts), int(found[-1])]
-    assert judge(plain([], []), plain([], []), []).kind is None
+    assert kind(judgement) is None and judgement.serving.judged_update == 0
+    assert [judgement.metrics[f"gate/num_{what}"] for what in ("rollouts", "prompts")] == [len(prompts), int(found[-1])]
+    assert kind(judge(plain([], []), plain([], []), [])) is None

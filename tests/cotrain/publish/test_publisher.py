@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
+from cotrain.publish.evidence import FreshScores
 from cotrain.publish.publisher import Publisher, publisher_spec
 from cotrain.records import GainReport, RolloutBatch, WeightPayload
-from cotrain.trainer.trainer import FreshScores
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
 
@@ -298,7 +297,7 @@ def test_acceptance_is_expected_of_the_rollouts_that_the_serving_drafter_drafted
     scores, metrics = world.take_in(batch.features, 0, {0}, 0)
     long = [rollout.prompt_id in "0123" for rollout in batch.rollouts]  # of another drafter, and with other lengths
     for scored in scores.serving:
-        scored.accepted[torch.tensor(long)] *= 0
+        scored.accepted[np.array(long)] *= 0
     scores.served_by[:] = [1 if other else 0 for other in long]
     world.take_in = lambda *_: (scores, metrics)  # type: ignore[method-assign]
     outcome = publisher.evaluate(1, batch)

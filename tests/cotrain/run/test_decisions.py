@@ -1,6 +1,7 @@
 from dataclasses import asdict
 
-from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.publish.decision import DrafterEvent
+from cotrain.run.rows import RowFile, read_rows
 
 
 def event(step, kind="kept back", reason="kept back, no gain: length 1.2 against 1.3"):

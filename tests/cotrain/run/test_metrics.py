@@ -3,8 +3,8 @@ import json
 import pytest
 
 from cotrain.records import SpeculationCounts
-from cotrain.run.metrics import ServedDrafts, metrics_of, speculation_metrics
 from cotrain.run.rows import RowFile, read_rows
+from cotrain.run.step_metrics import ServedDrafts, metrics_of, speculation_metrics
 from tests.speculation_counts import counts
 
 

@@ -8,10 +8,11 @@ import pytest
 from mlflow import MlflowClient
 
 from cotrain.process.cluster import free_port
+from cotrain.publish.decision import DrafterEvent
 from cotrain.records import Versions
 from cotrain.run import outbox
-from cotrain.run.metrics import metrics_of
-from cotrain.run.rows import DrafterEvent, RowFile
+from cotrain.run.rows import RowFile
+from cotrain.run.step_metrics import metrics_of
 from cotrain.run.tracking import Tracker
 from tests.speculation_counts import counts
 

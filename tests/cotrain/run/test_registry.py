@@ -7,8 +7,8 @@ import pytest
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import model_fingerprints
-from cotrain.run.metrics import metrics_of
 from cotrain.run.registry import drafter_folder, drafter_table, first_drafter, list_drafters, pull_drafter
+from cotrain.run.step_metrics import metrics_of
 from cotrain.run.tracking import Tracker
 from tests.speculation_counts import counts
 

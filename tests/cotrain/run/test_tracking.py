@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from cotrain.publish.decision import DrafterEvent
 from cotrain.records import Versions
 from cotrain.run import mlflow_store, tracking
 from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
-from cotrain.run.metrics import metrics_of
 from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
 from cotrain.run.provenance import git_state
-from cotrain.run.rows import DrafterEvent, RowFile, read_rows
+from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
+from cotrain.run.step_metrics import metrics_of
 from cotrain.run.tracking import Tracker, model_id_of, registered_name
 from pipelines.train.joint import _start_tracking
 from tests.speculation_counts import counts

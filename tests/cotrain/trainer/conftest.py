@@ -13,7 +13,8 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.trainer.spec import trainer_spec
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, write_records
-from drafters.base import SamplingParams
+from drafters.acceptance import rollout_acceptances
+from drafters.base import Drafter, SamplingParams
 
 HIDDEN, VOCAB, AUX_LAYERS = 64, 128, (2, 4, 5)
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, draft_sample_method="probabilistic")
@@ -140,3 +141,16 @@ def payload_of(target: Target) -> str:
 def weights_of(trainer: DrafterTrainer) -> dict[str, Tensor]:
     """A copy of the drafter's weights."""
     return {name: tensor.clone() for name, tensor in trainer.drafter.state_for_serving().items()}
+
+
+def add(trainer: DrafterTrainer, features: list[str]) -> dict[str, float]:
+    """Add rollouts to train on, without a candidate to score. Returns the metrics."""
+    return trainer.take_in(features, trainer.drafter_version, list(trainer._published), judged=10**9)[1]
+
+
+def expected_rates(
+    trainer: DrafterTrainer, records: list[FeatureRecord], drafter: Drafter | None = None
+) -> list[float]:
+    """Expected acceptance rate of each draft position, by default of the drafter in training; empty without a whole rollout."""
+    [starts] = trainer._starts([drafter or trainer.drafter], records)
+    return rollout_acceptances(starts, trainer._served_depth)[-1].rates()

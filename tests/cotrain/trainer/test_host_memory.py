@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import sys, torch
-from cotrain.trainer.distiller import return_freed_blocks
+from cotrain.trainer.memory import return_freed_blocks
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -15,7 +15,7 @@ from pipelines.initialise.sources import (
     collect,
     data_fingerprint,
     read_recorded,
-    split_prompts,
+    split,
 )
 
 FINGERPRINTS = {"model": "m", "tokenizer": "t"}
@@ -58,7 +58,7 @@ def run_collect(run_config):
     """Collect `tokens` tokens into a folder; the user asks to stop after `stop_after` parts."""
 
     def run(folder, source, tokens: int, stop_after: int = 10**9) -> tuple[Corpus, bool, list[str]]:
-        config = run_config(init={"tokens": tokens}, rollout={"max_new_tokens": 8})
+        config = run_config(init={"tokens": tokens}, rollout={"max_new_tokens": 8, "samples_per_prompt": 2})
         corpus, said, asked = new_corpus(folder), [], iter(range(10**9))
         stop = lambda: next(asked) >= stop_after
         return corpus, asyncio.run(collect(EchoEngine(), corpus, source, config, said.append, stop)), said
@@ -84,26 +84,6 @@ def test_a_new_corpus_keeps_what_the_first_run_said_of_its_rollouts(tmp_path):
     assert again.about["fingerprints"] == FINGERPRINTS
 
 
-def test_whole_prompts_are_held_out():
-    rollouts = [stored(prompt, sample) for prompt in range(20) for sample in range(3)]
-    training, holdout = split_prompts(rollouts, share=0.2, seed=0)
-    assert len(holdout) == 12 and len(training) == 48
-    assert not {r.prompt_id for r in training} & {r.prompt_id for r in holdout}
-    assert split_prompts(rollouts, 0.2, seed=1) != (training, holdout)
-
-
-def test_equal_prompts_of_other_names_stay_together():
-    twins = [stored(1), StoredRollout("twin", 0, [1, 1, 2], [9])]
-    training, holdout = split_prompts([*twins, stored(2)], share=0.5, seed=0)
-    assert twins in (training, holdout)
-
-
-@pytest.mark.parametrize(("prompts", "share", "message"), [(1, 0.5, "1 of 1 prompts"), (4, 0.9, "4 of 4 prompts")])
-def test_a_split_with_an_empty_side_is_refused(prompts, share, message):
-    with pytest.raises(ValueError, match=f"init.holdout: .*{message}"):
-        split_prompts([stored(prompt) for prompt in range(prompts)], share, seed=0)
-
-
 def test_the_fingerprint_is_of_the_tokens():
     assert data_fingerprint([stored(1)]) == data_fingerprint([stored(1, sample=4)])
     assert data_fingerprint([stored(1)]) != data_fingerprint([stored(2)])
@@ -113,7 +93,7 @@ def test_the_fingerprint_is_of_the_tokens():
 def test_collecting_stops_at_the_tokens_asked_for_and_goes_on_where_it_was_stopped(run_collect, stream, tmp_path):
     straight, done, said = run_collect(tmp_path / "straight", stream(50), tokens=2000)
     assert done and 2000 <= straight.num_response_tokens < 2000 + 2 * 6
-    assert straight.num_parts > 2 and f"{straight.num_response_tokens:,}/2,000 tokens" in said[-1]
+    assert len(said) > 2 and f"{straight.num_response_tokens:,}/2,000 tokens" in said[-1]
     assert not run_collect(tmp_path / "halves", stream(50), tokens=2000, stop_after=1)[1]
     resumed, done, _ = run_collect(tmp_path / "halves", stream(50), tokens=2000)
     assert done and resumed.rollouts == straight.rollouts
@@ -136,13 +116,33 @@ def test_given_rollouts_end_when_they_end(run_collect, tmp_path):
     assert said[-1] == "note: init.source has no more than 1,000 response tokens; init.tokens asks for 5,000"
 
 
-def test_recorded_rollouts_that_cannot_be_used(tmp_path):
+@pytest.mark.parametrize(("rollouts", "held"), [(6, 3), (60, 6), (90, 9), (100, 9), (9000, 126)])
+def test_the_last_tenth_is_held_out_as_whole_prompts(rollouts, held):
+    corpus = [stored(number // 3, number % 3) for number in range(rollouts)]
+    training, held_out = split(corpus, samples=3)
+    assert training + held_out == corpus and len(held_out) == held
+    assert not {r.prompt_id for r in training[: len(training) // 3 * 3]} & {
+        r.prompt_id for r in held_out[rollouts % 3 :]
+    }
+
+
+def test_too_few_rollouts_to_hold_some_out_are_refused():
+    with pytest.raises(ValueError, match=r"init\.tokens: 3 rollouts are too few"):
+        split([stored(0, sample) for sample in range(3)], samples=3)
+
+
+def test_recorded_rollouts_that_cannot_be_used(tmp_path, run_config):
+    def read(path, fingerprints=FINGERPRINTS, **rollout):
+        return read_recorded(str(path), run_config(rollout=rollout), fingerprints)
+
     with pytest.raises(ValueError, match=r"init\.source\.path: .*nowhere is no run folder"):
-        read_recorded(str(tmp_path / "nowhere"), FINGERPRINTS)
+        read(tmp_path / "nowhere")
     corpus = new_corpus(tmp_path)
     with pytest.raises(ValueError, match="with a complete part"):
-        read_recorded(str(tmp_path), FINGERPRINTS)
+        read(tmp_path)
     corpus.append([stored(1)])
-    assert read_recorded(str(tmp_path), FINGERPRINTS)[0] == [stored(1)]
+    assert read(tmp_path) == [stored(1)]
     with pytest.raises(ValueError, match=r"rollouts of another policy .*made with tiny"):
-        read_recorded(str(tmp_path), FINGERPRINTS | {"model": "other"})
+        read(tmp_path, FINGERPRINTS | {"model": "other"})
+    with pytest.raises(ValueError, match=r"prompts of 3 tokens and responses of 5; raise rollout\.max_prompt_tokens"):
+        read(tmp_path, max_new_tokens=4)
