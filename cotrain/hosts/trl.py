@@ -8,7 +8,6 @@ import atexit
 import os
 import shutil
 import sys
-import uuid
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -33,7 +32,7 @@ class CotrainCallback(TrainerCallback):
         if VARIABLE not in os.environ:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError("several processes share one trainer: start them with `cotrain run ... -- COMMAND`")
-            spool = Path("/dev/shm") / f"cotrain-trl-{uuid.uuid4().hex}"
+            spool = Path("/dev/shm") / f"cotrain-trl-{os.getpid()}"
             command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", model, "--drafter", drafter]
             command += ["--spool", str(spool), "--share", "1", f"--with-parent={os.getpid()}", *settings]
             self._ended.callback(shutil.rmtree, spool, ignore_errors=True)  # the engine may outlive the trainer here

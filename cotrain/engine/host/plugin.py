@@ -12,22 +12,18 @@ def register() -> None:
     if not os.environ.get("COTRAIN_SIDECAR"):
         return
     try:
-        _wrap_all()
+        from vllm.config.scheduler import SchedulerConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        from cotrain.engine.host import adoption
+        from cotrain.engine.interface import wrap
+
+        wrap(EngineArgs, "create_engine_config", adoption.configured)
+        wrap(SchedulerConfig, "get_scheduler_cls", adoption.scheduler_class)
+        # A worker in a process of its own loads this plugin in init_worker, so only what runs after that can be wrapped.
+        wrap(WorkerWrapperBase, "init_device", adoption.init_device)
     except Exception:
         from cotrain.engine.host.breaker import log
 
         log.exception("cotrain: this vLLM cannot be hooked into; its engines start as the host asked")
-
-
-def _wrap_all() -> None:
-    from vllm.config.scheduler import SchedulerConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from cotrain.engine.host import adoption
-    from cotrain.engine.interface import wrap
-
-    wrap(EngineArgs, "create_engine_config", adoption.configured)
-    wrap(SchedulerConfig, "get_scheduler_cls", adoption.scheduler_class)
-    # A worker in a process of its own loads this plugin in init_worker, so only what runs after that can be wrapped.
-    wrap(WorkerWrapperBase, "init_device", adoption.init_device)

@@ -47,8 +47,20 @@ class PolicyWatch:
             wrap(self._worker, name, self._update)
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let a host load weights, into a CPU build even outside of vLLM's own update and one parameter at a time.
+
+        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. Errors in here are the host's,
+        because this is part of its own load. `finish` ends the load before the next step.
+        """
         self.is_dirty = True
-        self._open()
+        in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
+        if (
+            self._worker.device.type == "cpu"
+            and not in_session
+            and not any(p.is_meta for p in self._model.parameters())
+        ):
+            initialize_layerwise_reload(self._model)
+            self._opened = True
         with set_current_vllm_config(self._worker.vllm_config):
             return load(*args, **kwargs)
 
@@ -59,20 +71,8 @@ class PolicyWatch:
         finally:
             self._in_update, self.is_dirty = False, True
 
-    def _open(self) -> None:
-        """Let a host load weights into a CPU build outside of vLLM's own update, even one parameter at a time.
-
-        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. Errors in here are the host's,
-        because this is part of its own load. `finish` ends the load before the next step.
-        """
-        in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
-        if self._worker.device.type != "cpu" or in_session or any(p.is_meta for p in self._model.parameters()):
-            return
-        initialize_layerwise_reload(self._model)
-        self._opened = True
-
     def finish(self) -> None:
-        """End a load that `_open` has begun, if there is one."""
+        """End a load that `_load` has begun, if there is one."""
         if self._opened:
             self._opened = False
             with set_current_vllm_config(self._worker.vllm_config):
