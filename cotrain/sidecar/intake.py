@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,20 +97,21 @@ class Intake:
 
     def _one(
         self, folder: EngineFolder, finished: Finished, record: FeatureRecord
-    ) -> Iterator[tuple[Rollout, FeatureRecord]]:
-        """Yield the rollout and its record with the trainer's policy versions, or nothing if the head of one is gone."""
+    ) -> list[tuple[Rollout, FeatureRecord]]:
+        """Return the rollout and its record with the trainer's policy versions, or nothing if the head of one is gone."""
+        last = Versions(record.policy_version, record.drafter_version)
         try:
             earlier = [s._replace(versions=self._numbered(folder, s.versions)) for s in finished.earlier]
-            versions = self._numbered(folder, finished.versions)
+            versions = self._numbered(folder, last)
         except FileNotFoundError:
             self._left_out["their policy is too old"] += 1
-            return
+            return []
         tokens, split, steps = record.token_ids.tolist(), record.prompt_length, finished.verification_steps
         rollout = Rollout(
             record.prompt_key, 0, tokens[:split], tokens[split:], [], "", finished.finish_reason, versions,
             counts_of_steps(steps, self._most), steps, tuple(earlier),
         )  # fmt: skip
-        yield rollout, replace(record, policy_version=versions.policy)
+        return [(rollout, replace(record, policy_version=versions.policy))]
 
     def _numbered(self, folder: EngineFolder, stamped: Versions) -> Versions:
         """Return an engine's versions with the policy numbered as the trainer does, and give the trainer its head.

@@ -16,8 +16,6 @@ from pathlib import Path
 from cotrain.process.failures import RunFailure
 from cotrain.transport.spool import VARIABLE, Spool
 
-READY_SECONDS = 1800.0
-"""The trainer may have to fetch the first drafter, and to read the model's weights from a slow disk."""
 STOP_SECONDS = 120.0
 """A trainer that is told to stop finishes its round of training and stores the drafter."""
 CAUSES = """\
@@ -32,19 +30,17 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen[bytes]:
     """Start the trainer's command, and wait until engines may be started.
 
-    Raises RunFailure when another trainer is there, or this one ends before that or takes too long, and OSError when its
-    command is not found.
+    Raises RunFailure when another trainer is there, or this one ends before that, and OSError when its command is not found.
     """
     if Spool(spool).is_alive():
         raise RunFailure(f"spool: another trainer uses {spool}; stop it, or choose another folder or name")
     trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        deadline = time.monotonic() + READY_SECONDS
-        while not Spool(spool).is_alive():
+        while not Spool(
+            spool
+        ).is_alive():  # it may have to fetch the first drafter, and to read the weights from a slow disk
             if trainer.poll() is not None:
                 raise RunFailure("the drafter's trainer has ended before it was ready; it says why above")
-            if time.monotonic() > deadline:
-                raise RunFailure(f"the drafter's trainer was not ready after {READY_SECONDS:.0f} s")
             time.sleep(0.1)
     except BaseException:
         stop_trainer(trainer)
@@ -54,8 +50,7 @@ def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen
 
 def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
     """Tell the trainer to save and exit, and kill it if it has not done so within STOP_SECONDS."""
-    if trainer.poll() is None:
-        trainer.terminate()
+    trainer.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
             trainer.wait(STOP_SECONDS)

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from cotrain.records import GainReport, Segment, Versions
+from cotrain.records import GainReport, Segment
 
 VARIABLE = "COTRAIN_SIDECAR"
 """Environment variable with the spool's folder. Without it, cotrain does nothing in an engine."""
@@ -93,8 +93,7 @@ class Finished:
     prompt_length: int
     finish_reason: str
     verification_steps: tuple[tuple[int, int], ...]
-    versions: Versions = field(default_factory=lambda: Versions(0, 0))  # with the policy's as the engine counts them
-    earlier: tuple[Segment, ...] = ()
+    earlier: tuple[Segment, ...] = ()  # with versions of the policy as the engine counts them
 
 
 class Description(NamedTuple):

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from cotrain.records import Versions
 from cotrain.run.rows import read_rows
 from cotrain.sidecar.launch import start_trainer, stop_trainer
 from cotrain.trainer.self_check import relative_error
@@ -152,6 +151,10 @@ def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow
     assert abs(expected / served - 1) < 0.05
 
 
+def versions_of(record: FeatureRecord) -> tuple[int, int]:
+    return record.policy_version, record.drafter_version
+
+
 def holes(record: FeatureRecord) -> int:
     return int((~record.feature_mask).sum()) - 1
 
@@ -177,7 +180,7 @@ def test_requests_are_tapped_whole_and_described(sidecar: Sidecar, target_model:
     for record, told in taken:
         assert (record.prompt_length, record.sampling.temperature) == (told.prompt_length, 1.0) == (12, 1.0)
         assert record.num_tokens == 12 + TOKENS
-        assert (told.finish_reason, told.versions, told.earlier) == ("length", Versions(0, 0), ())
+        assert (told.finish_reason, versions_of(record), told.earlier) == ("length", (0, 0), ())
         drafted = sum(1 + accepted for _, accepted in told.verification_steps)
         assert {num for num, _ in told.verification_steps} == {K} and TOKENS - 1 <= drafted < TOKENS + K
     head = load_file(sidecar.engine.policies / "0.safetensors")
@@ -220,7 +223,7 @@ def test_drafters_are_swapped_checked_and_counted_as_vllm_does(
     sidecar.take()
     sidecar.wave(6)
     sidecar.settle()
-    assert {told.versions for _, told in sidecar.take()} >= {Versions(0, version)}
+    assert {versions_of(record) for record, _ in sidecar.take()} >= {(0, version)}
     sidecar.settle()
     known = sidecar.host("counts")
     assert {name: sidecar.state.counts[name] for name in known} == known
@@ -301,7 +304,7 @@ def test_an_update_in_mid_generation_leaves_no_mixed_rollout(
     told_of = {True: [], False: []}
     for record, told in sidecar.take():
         told_of[bool(told.earlier)].append((record, told))
-    assert {(r.policy_version, told.versions.policy) for r, told in told_of[False]} == {(1, 1)}
+    assert {r.policy_version for r, _ in told_of[False]} == {1}
     assert all(holes(r) == 0 for r, _ in told_of[False])
     assert len(told_of[True]) == 4
     for record, told in told_of[True]:
@@ -367,7 +370,7 @@ def test_a_host_outlives_its_trainer_and_works_with_the_next_one(
     sidecar.wave(60)
     sidecar.settle()
     records = sidecar.take()
-    assert len(records) >= 16 and {told.versions for _, told in records} == {Versions(4, version)}
+    assert len(records) >= 16 and {versions_of(record) for record, _ in records} == {(4, version)}
     assert (sidecar.engine.policies / "4.safetensors").exists()
 
 

@@ -77,7 +77,7 @@ def test_a_drafter_is_swapped_in_and_accepted(
     assert same == texts and accepted > drafted / 5
     sidecar.settle()
     assert (sidecar.state.drafter_version, sidecar.state.reason) == (version, None)
-    assert sum(told.versions.drafter == version for _, told in sidecar.take()) == REQUESTS
+    assert sum(record.drafter_version == version for record, _ in sidecar.take()) == REQUESTS
 
 
 def test_draft_length_0_drafts_nothing_until_it_is_raised(sidecar: SidecarV2, texts: list[list[int]]) -> None:

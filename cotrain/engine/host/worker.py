@@ -6,7 +6,7 @@ It shares the tap, the weight swap and the corrections for the CPU build with co
 import functools
 import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -35,11 +35,11 @@ SHARD_ROLLOUTS = 32
 
 
 class Shards:
-    """Features of finished requests, on their way to the trainer. A shard has requests of one sampling."""
+    """Features of finished requests, on their way to the trainer."""
 
     def __init__(self, engine: EngineFolder, max_bytes: int):
         self.engine, self._max_bytes, self._written, self._gains = engine, max_bytes, 0.0, list[GainReport]()
-        self._waiting: dict[SamplingParams, list[tuple[FeatureRecord, Finished]]] = defaultdict(list)
+        self._waiting: list[tuple[FeatureRecord, Finished]] = []
         self.dropped, self.seconds = Counter[str](), 0.0
         """Number of requests that are not passed on, by reason, and the time of writing."""
 
@@ -47,25 +47,22 @@ class Shards:
         if record is None or not record.is_trainable:
             self.dropped["no features"] += 1
         else:
-            self._waiting[record.sampling].append((record, finished))
+            self._waiting.append((record, finished))
 
     def write(self, gain: GainReport | None, at_once: bool) -> None:
         """Write what waits if there is enough of it, or it has waited for long. gain: see Stamp."""
         if gain is not None:
             self._gains = [*self._gains[-60:], gain]  # there may be no trainer that reads them
-        num, started = sum(map(len, self._waiting.values())), time.perf_counter()
+        num, started = len(self._waiting), time.perf_counter()
         if num < SHARD_ROLLOUTS and not (num and (at_once or started - self._written > REPORT_SECONDS)):
             return
-        for group in self._waiting.values():
-            records, finished = map(list, zip(*group, strict=True))
-            size, write = sum(r.num_bytes for r in records), functools.partial(write_records, records=records)
-            description = Description(finished, self._gains)
-            if (why := self.engine.add_shard(write, description, size, self._max_bytes)) is None:
-                self._gains = []
-            else:
-                self.dropped[why] += len(records)
-        self._waiting.clear()
-        self._written = time.perf_counter()
+        records, finished = map(list, zip(*self._waiting, strict=True))
+        size, write = sum(r.num_bytes for r in records), functools.partial(write_records, records=records)
+        if (why := self.engine.add_shard(write, Description(finished, self._gains), size, self._max_bytes)) is None:
+            self._gains = []
+        else:
+            self.dropped[why] += num
+        self._waiting, self._written = [], time.perf_counter()
         self.seconds += self._written - started
 
 
@@ -111,13 +108,11 @@ class WorkerSidecar:
         method, layers = self._settings.speculative_config["draft_sample_method"], self._settings.aux_layers
         for token_ids, sampling, finished in stamp.finished:
             if (segments := self._live.pop(finished.name, None)) is not None:
-                versions, start = segments[-1]
                 earlier = tuple(Segment(before, first, end) for (before, first), (_, end) in pairwise(segments))
                 asked = SamplingParams(*sampling, method)
                 known = finished.name, token_ids, finished.prompt_length, self._policy.version, asked, layers
-                record = self._hook.take(*known, start, self._state.drafter_version)
-                written = record if self._policy.is_written else None
-                self._shards.add(written, replace(finished, versions=versions, earlier=earlier))
+                record = self._hook.take(*known, segments[-1][1], self._state.drafter_version)
+                self._shards.add(record if self._policy.is_written else None, replace(finished, earlier=earlier))
         self._shards.write(stamp.gain, self._policy.is_dirty or not scheduler_output.total_num_scheduled_tokens)
 
     def _follow_policy(self, stamp: Stamp, scheduler_output: Any) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from safetensors.torch import load_file, save_file
 
-from cotrain.records import GainReport, Versions
+from cotrain.records import GainReport
 from cotrain.trainer.buffer import pack
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, write_records
@@ -110,8 +110,7 @@ class Host:
         return 1 + sum(a for one in told for _, a in one.verification_steps) / max(1, drafted)
 
     def _told(self, record: FeatureRecord, steps: list[tuple[int, int]]) -> Finished:
-        versions = Versions(self.policy_version, self.drafter_version)
-        return Finished("r", record.prompt_length, "length", tuple(steps), versions)
+        return Finished("r", record.prompt_length, "length", tuple(steps))
 
     def _verified(self, records: list[FeatureRecord]) -> list[list[tuple[int, int]]]:
         """(drafted, accepted) of each verification step of each rollout; none while drafting is off."""
