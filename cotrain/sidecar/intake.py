@@ -139,9 +139,10 @@ def _left_out(state: State) -> Counter[str]:
 class Engines:
     """All engines together, as the publisher calls them. Each follows a change of current.json from its next step on."""
 
-    def __init__(self, spool: Spool, intake: Intake, current: CurrentWeights):
+    def __init__(self, spool: Spool, intake: Intake, current: CurrentWeights, inherits: bool):
+        """inherits: whether engines live that may serve a drafter of an earlier trainer."""
         self._path, self._intake, self._offer, self.current = spool.current, intake, Offer(), current
-        self.version = None if spool.engines() else 0
+        self.version = None if inherits else 0
         """The drafter version that all engines were sent; 0 is the one that they start with. None if some may have another."""
         self._generated: dict[str, int] = {}
 

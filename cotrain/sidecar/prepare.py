@@ -38,6 +38,8 @@ class Prepared(NamedTuple):
     state: RunState
     trainer: DrafterTrainer
     spool: Spool
+    inherits: bool
+    """Whether engines live that were started beside an earlier trainer of the spool."""
 
 
 def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
@@ -61,13 +63,13 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     trainer = DrafterTrainer(_trainer_spec(config, model), model, init, config.device)
     if state.step:
         trainer.load(run_dir.checkpoint(state.step) / "trainer")
-    serving = trainer.serving()
+    serving, inherits = trainer.serving(), spool.initial.exists()
     if serving.target_overrides:
         raise ValueError(f"drafter.model.type: a host must change its policy for {serving.method!r}; use eagle3")
     speculation = {"method": serving.method, "model": str(spool.initial)}
     speculation |= config.model_dump(include={"num_speculative_tokens", "draft_sample_method"})
     fixed = repr((model, speculation, config.adaptive, trainer.drafter.shape))
-    if not spool.initial.exists():  # else engines live that were started beside an earlier trainer
+    if not inherits:
         trainer.save_checkpoint(spool.initial, state.versions.drafter)
         write_json(spool.initial / FIXED, fixed)
     elif read_json(spool.initial / FIXED, str) != fixed:
@@ -78,7 +80,7 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     room = config.features.max_bytes + WAITING_HEADS * head * (1 if target.tie_word_embeddings else 2)
     layers = serving.aux_layers
     spool.create(Settings(config.model, str(model), speculation, layers, config.share, room, config.adaptive))
-    return Prepared(config, run_dir, state, trainer, spool)
+    return Prepared(config, run_dir, state, trainer, spool, inherits)
 
 
 def _trainer_spec(config: SidecarConfig, model: Path) -> TrainerSpec:

@@ -64,7 +64,7 @@ class DrafterService:
         heads = dict(state.task_position or {})
         self._intake = Intake(prepared.spool, prepared.trainer, config.num_speculative_tokens, heads)
         current = CurrentWeights(state.versions, sys.maxsize)  # a host's rollouts may be of any earlier policy
-        self._engines = Engines(prepared.spool, self._intake, current)
+        self._engines = Engines(prepared.spool, self._intake, current, prepared.inherits)
         # An alarm may end a host's speculation, but never the host.
         drafter = config.drafter.model_copy(update={"on_drafter_failure": "continue"})
         spec, scratch = PublisherSpec(drafter, MOST_ROUNDS, recomputes=False), prepared.spool.current.parent

@@ -70,7 +70,9 @@ class Host:
     def report(self) -> None:
         counts = Counter(finished=self.finished, tapped=1, generated_tokens=self.generated)
         state = State(1, None, "0.32.0", "float32", self.policy_version, self.drafter_version, self.refused)
-        write_json(self.engine.state, replace(state, dropped=self.left_out, seconds={"tap": 0.1}, counts=counts))
+        write_json(
+            self.engine.state, replace(state, dropped=Counter(self.left_out), seconds={"tap": 0.1}, counts=counts)
+        )
 
     @property
     def has_news(self) -> bool:
