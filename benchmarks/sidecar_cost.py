@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.run.provenance import git_state, here_and_now
 from cotrain.sidecar.launch import start_trainer, stop_trainer
-from cotrain.transport.spool import Spool, read_json, write_json
+from cotrain.transport.spool import Offer, Spool, State, read_json, write_json
 from tests.engine import sidecar_host
 
 MODELS = {"tiny": "tiny:llama", "smollm2": "bundled:smollm2-135m-instruct"}
@@ -123,7 +124,7 @@ def overhead(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
     drafter = build_drafter(Eagle3Config(type="eagle3", draft_vocab_size=min(4096, target.vocab_size)), target, seed=0)
     spools = {e: make_spool(scratch / e, model, drafter, **settings) for e, (settings, _) in ENGINES.items()}
     for spool in spools.values():
-        write_json(spool.current, {"version": 0, "on": False})
+        write_json(spool.current, Offer(on=False))
     with ExitStack() as stack:
         hosts = started(stack, model, scratch, spools)
         turns, steps, counted = deque(hosts), list[dict[str, Any]](), dict[str, dict[str, float]]()
@@ -145,10 +146,10 @@ def overhead(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
         for e, spool in spools.items():
             time.sleep(1.1)  # a worker reports once a second, when it makes a step
             hosts[e]("generate", [[40, 41]], {"max_tokens": 1})
-            state = read_json(spool.engines()[0].state)
+            state = read_json(spool.engines()[0].state, State)
             seconds = sum(step["clock"] for step in steps if step["engine"] == e)
-            assert not state["hooks_off"] and not state["drafts"], state
-            counted[e] = {part: state["seconds"].get(part, 0.0) / seconds for part in ("tap", "write")}
+            assert state.reason is None and not state.counts["drafts"], state
+            counted[e] = {part: state.seconds.get(part, 0.0) / seconds for part in ("tap", "write")}
     return {"steps": [step for step in steps if step["wave"] >= 0], "counted": counted}
 
 
@@ -236,7 +237,7 @@ def served(size: dict[str, int], fields: Sequence[str], log: Path, scratch: Path
                 seconds = hosts[arm]("wave", number)
             new = {name: count - before[name] for name, count in hosts[arm]("counts").items()}
             length = 1 + new.get("accepted_tokens", 0) / max(1, new.get("drafts", 0))
-            version = read_json(spools[arm].engines()[0].state)["drafter_version"] if arm in spools else 0
+            version = read_json(spools[arm].engines()[0].state, State).drafter_version if arm in spools else 0
             known = {"arm": arm, "number": number, "length": length, "drafter": version, "seconds": seconds}
             waves.append(known | {"tokens_s": REQUESTS * TOKENS / seconds})
             if number % 10 == 0:
@@ -246,10 +247,10 @@ def served(size: dict[str, int], fields: Sequence[str], log: Path, scratch: Path
         while start < size["first"] or not spool.current.exists():
             wave(TRAINED, start)
             start += 1
-        published = read_json(spool.current)
-        copied = shutil.copy(published["path"], scratch / "frozen.safetensors")
+        published = read_json(spool.current, Offer)
+        copied = shutil.copy(published.path, scratch / "frozen.safetensors")
         for arm in (FROZEN, CHOOSING):
-            write_json(spools[arm].current, published | {"path": str(copied)})
+            write_json(spools[arm].current, replace(published, path=str(copied)))
         turns = deque(hosts)
         update = start + size["before"]
         for number in range(start, update + size["after"]):

@@ -45,7 +45,7 @@ def make_spool(folder: Path, model: Path, drafter: Drafter, **changes: Any) -> S
     speculation = {"method": drafter.serving.method, "model": str(spool.initial), "num_speculative_tokens": 3}
     settings = Settings(
         model="tiny:llama", model_path=str(model), aux_layers=drafter.serving.aux_layers, share=1.0, max_bytes=2**28,
-        speculative_config=speculation | {"draft_sample_method": "probabilistic"}, adaptive=False, replicas=False,
+        speculative_config=speculation | {"draft_sample_method": "probabilistic"}, adaptive=False,
     )  # fmt: skip
     spool.create(replace(settings, **changes))
     return spool

@@ -13,27 +13,12 @@ from cotrain.config.rules import depth_problems
 from cotrain.config.schema import (
     NAME,
     CheckpointConfig,
-    DrafterBufferConfig,
     DrafterConfig,
     FeatureTapConfig,
     TrackingConfig,
     default_run_root,
 )
 from drafters.config import Section
-
-
-class SidecarBufferConfig(DrafterBufferConfig):
-    """Bound of the drafter trainer's feature buffer."""
-
-    max_age: NonNegativeInt = 0
-    """Oldest policy version trained on, counted back from the newest in the buffer (0: only the newest). A host may load
-    weights that differ much from the previous ones; older text would then train the drafter on an outdated policy."""
-
-
-class SidecarDrafterConfig(DrafterConfig):
-    """The drafter and how it is trained."""
-
-    buffer: SidecarBufferConfig = SidecarBufferConfig()
 
 
 class SidecarConfig(Section):
@@ -45,8 +30,9 @@ class SidecarConfig(Section):
     """Name of the sidecar: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
     model: Annotated[str, Field(min_length=1)]
     """The host's policy: local folder or hub id, as the host names it."""
-    drafter: SidecarDrafterConfig
-    """The drafter, eagle3 by default. An alarm stops speculation and training, never a host, whatever on_drafter_failure says."""
+    drafter: DrafterConfig
+    """The drafter, by default eagle3 and with buffer.max_age = 0: a host may load weights that differ much from the previous ones.
+    An alarm stops speculation and training, never a host, whatever on_drafter_failure says."""
     num_speculative_tokens: PositiveInt = 3
     """Draft tokens per verification step (k)."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -55,8 +41,6 @@ class SidecarConfig(Section):
     """Choose the draft length, 0 included, by speeds measured on the host's own traffic. False: always num_speculative_tokens."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the host's requests whose text and hidden states the trainer gets. It keeps them in memory only."""
-    replicas: bool = False
-    """Let several hosts join. They must all serve the same policy, and all get the same drafter."""
     features: FeatureTapConfig = FeatureTapConfig()
     spool: Path | None = None
     """Folder through which engines and trainer exchange files. Default: cotrain-NAME in /dev/shm, which is memory."""
@@ -78,7 +62,8 @@ class SidecarConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_type(cls, fields: Any) -> Any:
-        return merge({"drafter": {"model": {"type": "eagle3"}}}, fields)  # another type replaces the section
+        # Another type of model replaces its section.
+        return merge({"drafter": {"model": {"type": "eagle3"}, "buffer": {"max_age": 0}}}, fields)
 
     @property
     def spool_folder(self) -> Path:

@@ -100,15 +100,29 @@ def sample_plainly_without_drafts(sample: Callable[..., Any], logits: Any, draft
 class TapHook:
     """What the hooks into vLLM's two model runners have in common: the tap, and finding the rows of each request in a step."""
 
-    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
-        """name_of: maps vLLM's id of a request to its name in the tap; None takes the caller's own id for that."""
+    propose: Any
+    no_drafts: Any
+
+    def __init__(
+        self, model_runner: Any, name_of: Callable[[str], str] | None = None, guard: Callable[..., Any] | None = None
+    ):
+        """name_of: maps vLLM's id of a request to its name in the tap; None takes the caller's own id for that.
+
+        guard: calls `record` and `propose`, and returns None where one of them fails; None calls them as they are.
+        """
         self.tap = FeatureTap()
         self.tap_seconds = 0.0
         self._name_of = name_of or request_id_of
+        self._guard = guard or (lambda hook, *args, **options: hook(*args, **options))
         self.reads_prompts = False
         self.draft_length: int | None = None
         """Most draft tokens of a request after this step, set where the runner is not told; None takes vLLM's own number."""
         self._runner = model_runner
+
+    def draft(self, *args: Any, **options: Any) -> Any:
+        """Take the place of vLLM's function: return what `propose` does, or no drafts where the guard returns None."""
+        drafts = self._guard(self.propose, *args, **options)
+        return self.no_drafts(*args, **options) if drafts is None else drafts
 
     def take(
         self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
@@ -158,15 +172,10 @@ class DraftingHook(TapHook):
     put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in what it attends to.
     """
 
-    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
-        super().__init__(model_runner, name_of)
-        self._propose = model_runner.propose_draft_token_ids
+    def __init__(self, model_runner: Any, *options: Any):
+        super().__init__(model_runner, *options)
         self._unread = UnreadRows()
-        self.let_propose(self.propose)
-
-    def let_propose(self, propose: Callable[..., Any]) -> None:
-        """Replace the runner's method by another function, which calls `propose`."""
-        self._runner.propose_draft_token_ids = propose
+        self._propose, model_runner.propose_draft_token_ids = model_runner.propose_draft_token_ids, self.draft
 
     def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
         """Return what the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens."""
@@ -176,7 +185,7 @@ class DraftingHook(TapHook):
         """Stand in for vLLM's propose_draft_token_ids."""
         _, aux_hidden, _, attention, _ = rest
         if self.tap.is_recording:
-            self.record([*(aux_hidden or ()), hidden], attention)
+            self._guard(self.record, [*(aux_hidden or ()), hidden], attention)
         off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
         leave_out = off and not (self.reads_prompts and computes_prompts(scheduler_output))
         if not self.reads_prompts:

@@ -5,7 +5,6 @@ all rows of a step and all hidden states before it drafts.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ class SpeculatorHook(TapHook):
     left out unless speculation may come back in the middle of a request (`reads_prompts`).
     """
 
-    def __init__(self, model_runner: Any, name_of: Callable[[str], str] | None = None):
+    def __init__(self, model_runner: Any, *options: Any):
         """Raise ValueError, and touch nothing, when this runner is not as we know it."""
-        super().__init__(model_runner, name_of)
+        super().__init__(model_runner, *options)
         speculator = model_runner.speculator
         own_states = getattr(model_runner.get_model(), "get_mtp_target_hidden_states", None)
         takes = [*inspect.signature(speculator.propose).parameters]
@@ -39,16 +38,12 @@ class SpeculatorHook(TapHook):
         self._takes_length = LENGTH in takes
         self._take_draft_token_ids, self._has_drafted = model_runner.take_draft_token_ids, True
         model_runner.take_draft_token_ids = self.take_draft_token_ids
-        self.let_propose(self.propose)
+        speculator.propose = self.draft
 
-    def let_propose(self, propose: Callable[..., Any]) -> None:
-        """Replace the speculator's `propose` by another function, which calls ours. Dummy runs still go to vLLM's own."""
-
-        def stand_in(*args: Any, **options: Any) -> Any:
-            self._has_drafted = True
-            return (self._propose if options.get("dummy_run") else propose)(*args, **options)
-
-        self._speculator.propose = stand_in
+    def draft(self, *args: Any, **options: Any) -> Any:
+        """Take the place of the speculator's `propose`. Dummy runs still go to vLLM's own."""
+        self._has_drafted = True
+        return self._propose(*args, **options) if options.get("dummy_run") else super().draft(*args, **options)
 
     def propose(
         self, input_batch: Any, attn_metadata: Any, slot_mappings: Any, hidden: Tensor, aux_hidden: Any, *rest: Any,
@@ -56,7 +51,7 @@ class SpeculatorHook(TapHook):
     ) -> Any:  # fmt: skip
         """Stand in for the speculator's propose. Returns draft tokens [R, most draft tokens]."""
         if self.tap.is_recording:
-            self.record([*(aux_hidden or ()), hidden], input_batch)
+            self._guard(self.record, [*(aux_hidden or ()), hidden], input_batch)
         length = options.get(LENGTH, self.draft_length)
         if length == 0 and self.draft_length == 0 and not self.reads_prompts:
             return self.no_drafts(input_batch)

@@ -113,6 +113,10 @@ class Publisher:
         outcome.metrics |= metrics | ({} if expected is None else expected.metrics(counts.steps if counts else ()))
         return outcome
 
+    def take_back(self, outcome: Outcome) -> None:
+        """Continue from the drafter that served before a swap, which an engine has refused since `evaluate` returned."""
+        self.serving = outcome.serving
+
     def state(self) -> dict[str, Any]:
         """Everything an exact continuation needs, as plain numbers."""
         return {"serving": asdict(self.serving), "mode": self.mode}

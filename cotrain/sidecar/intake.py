@@ -4,39 +4,21 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import xxhash
 
 from cotrain.acceptance_stats import counts_of_steps, total_counts
-from cotrain.records import GainReport, Rollout, RolloutBatch, Segment, SwapReport, Versions, WeightPayload
+from cotrain.records import GainReport, Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
-from cotrain.transport.spool import EngineFolder, Spool, read_json, write_json
+from cotrain.transport.spool import Description, EngineFolder, Finished, Offer, Spool, State, read_json, write_json
 from cotrain.weights.versions import CurrentWeights
 
 KNOWN_HEADS = 64
 """Most policy heads whose version numbers are remembered. A head that comes back later counts as a new policy."""
-UNREADABLE = (ValueError, TypeError, KeyError, AttributeError)
-"""What is raised by using the content of a file that no engine of ours has written."""
-FACTS: dict[str, Any] = {"attached": True, "host": "", "pid": 0}
-STATE: dict[str, Any] = {"drafter_version": 0, "refused": {}, "dropped": {}, "hooks_off": [], "seconds": {}}
-"""Some of what an engine writes, with values of the same types."""
-
-
-class Engine(NamedTuple):
-    """One engine of the host, as it last described itself."""
-
-    facts: dict[str, Any]
-    state: dict[str, Any]
-
-    @property
-    def left_out(self) -> Counter[str]:
-        """Number of its requests of which nothing was passed on, by reason, and of all that have `finished`."""
-        return Counter(self.state.get("dropped", {}), finished=self.state.get("finished", 0))
 
 
 class Intake:
@@ -45,13 +27,12 @@ class Intake:
     def __init__(self, spool: Spool, trainer: DrafterTrainer, most_drafted: int, heads: dict[str, int]):
         """most_drafted: most draft tokens of a verification step. heads: policy version by the digest of its head."""
         self._spool, self._trainer, self._most, self.heads = spool, trainer, most_drafted, heads
-        self.engines: dict[str, Engine] = {}
-        """All engines that live."""
+        self.engines: dict[str, State] = {}
+        """What all living engines have last said of themselves."""
         self.problems: list[str] = []
         """What could not be read in the last `poll`."""
         self.waiting: list[tuple[Rollout, FeatureRecord]] = []
-        self._seconds, self._gain = Counter[str](), GainReport()
-        self._left_out = Counter[str]()  # requests, here and in engines that have ended
+        self._gain, self._left_out, self._said = GainReport(), Counter[str](), Counter[str]()  # see `left_out`
         self._versions: dict[Path, int] = {}
 
     def poll(self) -> None:
@@ -60,127 +41,114 @@ class Intake:
         for folder in self._spool.engines():
             name, lives = folder.folder.name, folder.is_held  # checked first: the last shards are then complete
             try:
-                if facts := read_json(folder.facts, FACTS):
-                    self.engines[name] = Engine(facts, read_json(folder.state, STATE) or {})
-            except UNREADABLE as error:
+                if state := read_json(folder.state, State):
+                    self.engines[name] = state
+            except ValueError as error:
                 self.problems.append(f"engine {name} is left out: {error}")
             for shard in folder.shards():
                 self._take(name, folder, shard)
-            if not lives and folder.facts.exists():
+            if not lives and folder.state.exists():
                 shutil.rmtree(folder.folder, ignore_errors=True)
-                if (engine := self.engines.pop(name, None)) is not None:
-                    self._left_out.update(engine.left_out)
+                if name in self.engines:
+                    self._left_out += _left_out(self.engines.pop(name))
 
-    def take(self) -> RolloutBatch:
-        """Hand over all waiting rollouts (at least one) with their records, and what the engines measured meanwhile."""
+    def take(self, seconds: float) -> RolloutBatch:
+        """Hand over all waiting rollouts (at least one), which came in so many seconds, and what was gained meanwhile."""
         rollouts, records = map(list, zip(*self.waiting, strict=True))
         counts, num_tokens = total_counts(r.speculation for r in rollouts), sum(len(r.token_ids) for r in rollouts)
-        batch = RolloutBatch(
-            rollouts, records, counts, max(self._seconds.values(), default=0.0), num_tokens, gain=self._gain
-        )
-        self.waiting, self._gain = [], GainReport()
-        self._seconds.clear()
+        batch = RolloutBatch(rollouts, records, counts, seconds, num_tokens, gain=self._gain)
+        self.waiting, self._gain, self._said = [], GainReport(), self.left_out()
         return batch
 
     def left_out(self) -> Counter[str]:
         """Return the number of requests that could not be trained on, by reason, and of all that have `finished`."""
-        total = self._left_out.copy()
-        for engine in self.engines.values():
-            total.update(engine.left_out)
-        return total
+        return sum(map(_left_out, self.engines.values()), self._left_out)
 
-    def in_words(self, since: Counter[str]) -> str:
-        """Say how many requests were left out since an earlier result of `left_out`, and why; nothing if none were."""
-        reasons = self.left_out() - since
+    def in_words(self, of_all: bool = False) -> str:
+        """Say how many requests were left out since the last `take`, or of all, and why; nothing if none were."""
+        reasons = self.left_out() if of_all else self.left_out() - self._said
         finished = reasons.pop("finished", 0)
         listed = ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
         return f"{reasons.total()} of {max(finished, reasons.total())} requests left out: {listed}" if reasons else ""
 
     def metrics(self) -> dict[str, float]:
         """Return what the living engines have counted since they started, and the number of requests left out."""
-        states, counts, left_out = [engine.state for engine in self.engines.values()], Counter[str](), self.left_out()
-        for state in states:
-            counts.update({"tapped": state.get("tapped", 0), "hooks_off": len(state.get("hooks_off", ()))})
-            counts.update({f"{part}_s": seconds for part, seconds in state.get("seconds", {}).items()})
-        counts.update(engines=len(states), dropped=left_out.total() - left_out["finished"])
-        return {f"sidecar/{name}": float(value) for name, value in counts.items()}
+        left_out = self.left_out()
+        numbers: Counter[str] = Counter(engines=len(self.engines), dropped=left_out.total() - left_out["finished"])
+        for state in self.engines.values():
+            numbers.update(
+                {f"{part}_s": seconds for part, seconds in state.seconds.items()}, tapped=state.counts["tapped"]
+            )
+        return {f"sidecar/{name}": float(value) for name, value in numbers.items()}
 
     def _take(self, name: str, folder: EngineFolder, shard: Path) -> None:
-        told, described = list[Any](), shard.with_suffix(".json")
+        number, described = 1, shard.with_suffix(".json")
         try:
-            content = read_json(described)
-            told = list(content["rollouts"])
-            gain = sum((GainReport(**window["gain"]) for window in content["windows"]), GainReport())
-            busy = Counter({name: sum(step[-1] for window in content["windows"] for step in window["steps"])})
-            slowest = Counter({"a request": max([0.0, *(one["seconds"] for one in told)])})
-            pairs = zip(told, read_shard(shard), strict=True)
-            taken = [found for one, record in pairs for found in self._one(folder, one, record)]
-        except UNREADABLE as error:
-            self._left_out["their shard could not be read"] += max(1, len(told))
+            rollouts, gains = read_json(described, Description) or Description([], [])
+            number = len(rollouts)
+            pairs = zip(rollouts, read_shard(shard), strict=True)
+            self.waiting += [rollout for finished, record in pairs for rollout in self._one(folder, finished, record)]
+            self._gain = sum(gains, self._gain)
+        except ValueError as error:
+            self._left_out["their shard could not be read"] += number
             self.problems.append(f"a shard of engine {name} could not be read: {error!r}")
-        else:
-            self._gain += gain
-            self._seconds = self._seconds + busy | slowest  # a union takes the larger count
-            self.waiting += taken
         described.unlink()
         shard.unlink(missing_ok=True)
 
     def _one(
-        self, folder: EngineFolder, told: dict[str, Any], record: FeatureRecord
-    ) -> Iterator[tuple[Rollout, FeatureRecord]]:
-        """Yield the rollout and its record with the trainer's policy versions, or nothing if the head of one is gone."""
+        self, folder: EngineFolder, finished: Finished, record: FeatureRecord
+    ) -> list[tuple[Rollout, FeatureRecord]]:
+        """Return the rollout and its record with the trainer's policy versions, or nothing if the head of one is gone."""
+        last = Versions(record.policy_version, record.drafter_version)
         try:
-            earlier = [Segment(self._stamped(folder, text), *span) for text, *span in told["earlier"]]
-            versions = self._stamped(folder, told["versions"])
+            earlier = [s._replace(versions=self._numbered(folder, s.versions)) for s in finished.earlier]
+            versions = self._numbered(folder, last)
         except FileNotFoundError:
             self._left_out["their policy is too old"] += 1
-            return
-        tokens, split = record.token_ids.tolist(), record.prompt_length
-        steps = [(drafted, taken) for drafted, taken in told["verification_steps"]]
+            return []
+        tokens, split, steps = record.token_ids.tolist(), record.prompt_length, finished.verification_steps
         rollout = Rollout(
-            record.prompt_key, 0, tokens[:split], tokens[split:], [], "", told["finish_reason"], versions,
-            counts_of_steps(steps, self._most), tuple(steps), tuple(earlier),
+            record.prompt_key, 0, tokens[:split], tokens[split:], [], "", finished.finish_reason, versions,
+            counts_of_steps(steps, self._most), steps, tuple(earlier),
         )  # fmt: skip
-        yield rollout, replace(record, policy_version=versions.policy)
+        return [(rollout, replace(record, policy_version=versions.policy))]
 
-    def _stamped(self, folder: EngineFolder, text: str) -> Versions:
-        """Return the versions of an engine's stamp, with the policy numbered as the trainer does, and give the trainer its head.
+    def _numbered(self, folder: EngineFolder, stamped: Versions) -> Versions:
+        """Return an engine's versions with the policy numbered as the trainer does, and give the trainer its head.
 
         Raises FileNotFoundError when neither the trainer nor the spool has the head any more.
         """
-        stamped = Versions.parse(text)
         path = folder.policies / f"{stamped.policy}.safetensors"
-        if (version := self._versions.get(path, -1)) not in self._trainer.target_weights:
+        if self._versions.get(path) not in self._trainer.target_weights:
             with path.open("rb") as file:
                 head = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-                if head not in self.heads:
-                    self.heads[head] = max(self.heads.values(), default=-1) + 1
-                    self.heads = dict(list(self.heads.items())[-KNOWN_HEADS:])
-                version = self.heads[head]
+                version = self.heads.setdefault(head, max(self.heads.values(), default=-1) + 1)
+                self.heads = dict(list(self.heads.items())[-KNOWN_HEADS:])
                 if version not in self._trainer.target_weights:
                     # By its descriptor: the engine removes old heads, perhaps at this moment.
                     self._trainer.set_target_weights(f"/proc/self/fd/{file.fileno()}", version)
             known = {p: v for p, v in self._versions.items() if v in self._trainer.target_weights}
             self._versions = known | {path: version}
-        return Versions(version, stamped.drafter)
+        return replace(stamped, policy=self._versions[path])
+
+
+def _left_out(state: State) -> Counter[str]:
+    return state.dropped + Counter(finished=state.counts["finished"])
 
 
 class Engines:
     """All engines together, as the publisher calls them. Each follows a change of current.json from its next step on."""
 
-    def __init__(self, spool: Spool, intake: Intake, weights: CurrentWeights):
-        self._path, self._intake, self._weights = spool.current, intake, weights
-        self._current: dict[str, Any] = {"version": 0, "on": True}
+    def __init__(self, spool: Spool, intake: Intake, current: CurrentWeights, inherits: bool):
+        """inherits: whether engines live that may serve a drafter of an earlier trainer."""
+        self._path, self._intake, self._offer, self.current = spool.current, intake, Offer(), current
+        self.version = None if inherits else 0
+        """The drafter version that all engines were sent; 0 is the one that they start with. None if some may have another."""
         self._generated: dict[str, int] = {}
-
-    @property
-    def version(self) -> int:
-        """The drafter version that was sent last; 0 is the one that the engines start with."""
-        return int(self._current["version"])
 
     def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Switch drafting off, which is all that the publisher asks for."""
-        self._write(on=False)
+        self._write(replace(self._offer, on=False))
 
     def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
         """Return nothing: a host's engines read back each update themselves."""
@@ -195,24 +163,22 @@ class Engines:
         """Offer a drafter to the engines, and return at once. `answers` says whether they serve it or refuse it."""
         path = self._path.with_name(f"{version}.safetensors")
         os.replace(payload.path, path)
-        for old in {*self._path.parent.glob("*.safetensors")} - {
-            path,
-            self._path.with_name(f"{self.version}.safetensors"),
-        }:
+        for old in {*self._path.parent.glob("*.safetensors")} - {path, Path(self._offer.path)}:
             old.unlink()
-        self._generated = {name: e.state.get("generated_tokens", 0) for name, e in self._intake.engines.items()}
-        self._write(version=version, path=str(path), digests=payload.digests, expected_rates=expected_rates)
-        self._weights.record_drafter(payload, version)
+        self._generated = {name: state.counts["generated_tokens"] for name, state in self._intake.engines.items()}
+        self.version, rates = version, None if expected_rates is None else list(expected_rates)
+        self._write(Offer(version, self._offer.on, str(path), payload.digests, rates))
+        self.current.record_drafter(payload, version)
         return SwapReport(0.0, payload.num_bytes)
 
     def answers(self) -> tuple[list[str], bool]:
         """Return why engines refuse the last drafter, and whether all that have worked since serve it (False if none does)."""
-        live = {name: e.state for name, e in self._intake.engines.items() if e.facts["attached"] and e.state}
-        refused = [why for state in live.values() if (why := state["refused"].get(str(self.version))) is not None]
-        served = {name: state["drafter_version"] == self.version for name, state in live.items()}
-        idle = {n for n, state in live.items() if state.get("generated_tokens", 0) == self._generated.get(n, 0)}
+        live = {name: state for name, state in self._intake.engines.items() if state.reason is None}
+        refused = [state.refused[self.version] for state in live.values() if self.version in state.refused]
+        served = {name: state.drafter_version == self.version for name, state in live.items()}
+        idle = {n for n, state in live.items() if state.counts["generated_tokens"] == self._generated.get(n, 0)}
         return refused, any(served.values()) and all(served[name] or name in idle for name in live)
 
-    def _write(self, **changes: Any) -> None:
-        self._current |= changes
-        write_json(self._path, self._current)
+    def _write(self, offer: Offer) -> None:
+        self._offer = offer
+        write_json(self._path, offer)

@@ -8,17 +8,14 @@ import os
 import signal
 import subprocess
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from cotrain.process.failures import RunFailure
-from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Spool
+from cotrain.transport.spool import VARIABLE, Spool
 
-READY_SECONDS = 1800.0
-"""The trainer may have to fetch the first drafter, and to read the model's weights from a slow disk."""
 STOP_SECONDS = 120.0
 """A trainer that is told to stop finishes its round of training and stores the drafter."""
 CAUSES = """\
@@ -30,27 +27,20 @@ none asked for a drafter. Usual causes:
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def host_environment(spool: str | Path) -> dict[str, str]:
-    """Return the variables by which the engines of one host find the trainer's spool."""
-    return {VARIABLE: str(Path(spool).absolute()), HOST_VARIABLE: uuid.uuid4().hex}
-
-
 def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen[bytes]:
     """Start the trainer's command, and wait until engines may be started.
 
-    Raises RunFailure when another trainer is there, or this one ends before that or takes too long, and OSError when its
-    command is not found.
+    Raises RunFailure when another trainer is there, or this one ends before that, and OSError when its command is not found.
     """
     if Spool(spool).is_alive():
         raise RunFailure(f"spool: another trainer uses {spool}; stop it, or choose another folder or name")
     trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        deadline = time.monotonic() + READY_SECONDS
-        while not Spool(spool).is_alive():
+        while not Spool(
+            spool
+        ).is_alive():  # it may have to fetch the first drafter, and to read the weights from a slow disk
             if trainer.poll() is not None:
                 raise RunFailure("the drafter's trainer has ended before it was ready; it says why above")
-            if time.monotonic() > deadline:
-                raise RunFailure(f"the drafter's trainer was not ready after {READY_SECONDS:.0f} s")
             time.sleep(0.1)
     except BaseException:
         stop_trainer(trainer)
@@ -60,8 +50,7 @@ def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen
 
 def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
     """Tell the trainer to save and exit, and kill it if it has not done so within STOP_SECONDS."""
-    if trainer.poll() is None:
-        trainer.terminate()
+    trainer.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
             trainer.wait(STOP_SECONDS)
@@ -70,26 +59,23 @@ def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
         trainer.wait()
 
 
-def run_host(command: Sequence[str], environment: Mapping[str, str], every_second: Callable[[], None]) -> int:
-    """Run the host's command to its end, and return its exit status, or 128 + n if signal n ended it.
+def run_host(command: Sequence[str], spool: str | Path, **environment: str) -> int:
+    """Run the host's command beside a spool to its end, and return its exit status, or 128 + n if signal n ended it.
 
     A signal that another process sends to this one is forwarded to the host; the terminal itself sends a Ctrl-C to both.
-    Raises ValueError when the command cannot be started.
+    Raises OSError when the command cannot be started.
     """
     waited = {*FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)  # the host would inherit the blocked ones
     try:
-        try:
-            host = subprocess.Popen(command, env={**os.environ, **environment}, preexec_fn=unblock)
-        except OSError as error:
-            raise ValueError(f"COMMAND: {command[0]} cannot be started: {error.strerror}") from error
+        variables = os.environ | {VARIABLE: str(Path(spool).absolute())} | environment
+        host = subprocess.Popen(command, env=variables, preexec_fn=unblock)
         while host.poll() is None:
             received = signal.sigtimedwait(waited, 1.0)
             # si_code is 0 or negative for a signal from a process, and positive for one from the kernel, such as Ctrl-C.
             if received is not None and received.si_signo in FORWARDED and received.si_code <= 0:
                 host.send_signal(received.si_signo)
-            every_second()
         return host.returncode if host.returncode >= 0 else 128 - host.returncode
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,8 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import write_config
 from cotrain.config.sidecar import SidecarConfig
@@ -54,40 +52,40 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     stack.callback(spool.remove)
     model = _checked_model(config, resume, spool)
     remove_leftovers(spool.folder.parent, Path("/dev/shm"))
-    run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
-    stack.enter_context(run_dir)
+    opens = RunDir if resume else RunDir.create
+    run_dir = stack.enter_context(opens(config.run_root, config.name))
     state = newest_state(run_dir, config, model_fingerprints(model))
     if state.step == 0:
         write_config(config, run_dir.config)
     run_dir.start_attempt()
     write_provenance(run_dir)
-    trainer = _trainer(config, model, run_dir)
+    init = first_drafter(tracking_uri(config), config.drafter.init, model, run_dir.path / "drafter_init")
+    trainer = DrafterTrainer(_trainer_spec(config, model), model, init, config.device)
     if state.step:
         trainer.load(run_dir.checkpoint(state.step) / "trainer")
-    serving = trainer.serving()
+    serving, inherits = trainer.serving(), spool.initial.exists()
     if serving.target_overrides:
         raise ValueError(f"drafter.model.type: a host must change its policy for {serving.method!r}; use eagle3")
-    speculation: dict[str, Any] = {"method": serving.method, "model": str(spool.initial)}
-    for name in ("num_speculative_tokens", "draft_sample_method"):
-        speculation[name] = getattr(config, name)
-    target, number_size = TargetSpec.from_pretrained(model), 4 if trainer.serving_dtype == torch.float32 else 2
-    head = target.vocab_size * target.hidden_size * number_size * (1 if target.tie_word_embeddings else 2)
-    bounds = config.share, config.features.max_bytes + WAITING_HEADS * head, config.adaptive, config.replicas
-    fixed, inherits = repr((model, speculation, config.adaptive, trainer.drafter.shape)), spool.initial.exists()
+    speculation = {"method": serving.method, "model": str(spool.initial)}
+    speculation |= config.model_dump(include={"num_speculative_tokens", "draft_sample_method"})
+    fixed = repr((model, speculation, config.adaptive, trainer.drafter.shape))
     if not inherits:
         trainer.save_checkpoint(spool.initial, state.versions.drafter)
         write_json(spool.initial / FIXED, fixed)
-    elif read_json(spool.initial / FIXED) != fixed:
+    elif read_json(spool.initial / FIXED, str) != fixed:
         what = "another policy, shape of drafter, draft length or adaptive"
         raise ValueError(f"spool: engines live in {spool.folder} that were started with {what}; end them first")
-    spool.create(Settings(config.model, str(model), speculation, serving.aux_layers, *bounds))
+    target = TargetSpec.from_pretrained(model)
+    head = target.vocab_size * target.hidden_size * trainer.serving_dtype.itemsize
+    room = config.features.max_bytes + WAITING_HEADS * head * (1 if target.tie_word_embeddings else 2)
+    layers = serving.aux_layers
+    spool.create(Settings(config.model, str(model), speculation, layers, config.share, room, config.adaptive))
     return Prepared(config, run_dir, state, trainer, spool, inherits)
 
 
-def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrainer:
-    init = first_drafter(tracking_uri(config), config.drafter.init, model, run_dir.path / "drafter_init")
+def _trainer_spec(config: SidecarConfig, model: Path) -> TrainerSpec:
     dtype = read_config(model).get("dtype") or read_config(model).get("torch_dtype")
-    spec = TrainerSpec(
+    return TrainerSpec(
         drafter=config.drafter,
         serving_dtype=dtype if dtype in ("float32", "float16") else "bfloat16",  # until an engine reports its own
         num_speculative_tokens=config.num_speculative_tokens,
@@ -97,7 +95,6 @@ def _trainer(config: SidecarConfig, model: Path, run_dir: RunDir) -> DrafterTrai
         max_buffer_bytes=(config.drafter.buffer.max_age + 1) * config.features.max_bytes,
         max_policy_lag=HEADS_KEPT,
     )
-    return DrafterTrainer(spec, model, init, config.device)
 
 
 def _checked_model(config: SidecarConfig, resume: bool, spool: Spool) -> Path:

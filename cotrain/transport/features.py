@@ -7,7 +7,7 @@ False where the engine has no hidden state: in holes, and always for the last to
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,7 @@ from torch import Tensor
 from drafters.base import SamplingParams
 
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
-"""Fields of FeatureRecord that have one row for each token."""
-
-OTHERS = ("prompt_length", "policy_version", "sampling", "aux_layers", "earlier_tokens", "drafter_version", "drafted")
-"""The other fields of FeatureRecord, which a shard stores as JSON."""
+"""Fields of FeatureRecord that have one row for each token. A shard stores the others as JSON."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +83,7 @@ def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
     """Write rollouts as one shard."""
     # Clones, because safetensors refuses to write tensors that share memory.
     tensors = {f"{i}.{name}": getattr(record, name).clone() for i, record in enumerate(records) for name in ROWS}
-    others = [{name: getattr(record, name) for name in OTHERS} for record in records]
+    others = [{f.name: getattr(record, f.name) for f in fields(record) if f.name not in ROWS} for record in records]
     save_file(tensors, path, metadata={"cotrain": json.dumps(others, default=asdict)})
 
 
@@ -98,18 +95,15 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            others = json.loads(file.metadata()["cotrain"])
-            return [
-                _checked(i, {name: file.get_tensor(f"{i}.{name}").clone() for name in ROWS}, fields)
-                for i, fields in enumerate(others)
-            ]
+            others = enumerate(json.loads(file.metadata()["cotrain"]))
+            return [_checked(i, {n: file.get_tensor(f"{i}.{n}").clone() for n in ROWS}, known) for i, known in others]
     except (FileNotFoundError, SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(f"feature shard {path} cannot be read: {error}") from error
 
 
-def _checked(index: int, rows: dict[str, Tensor], fields: dict[str, Any]) -> FeatureRecord:
-    fields |= {"sampling": SamplingParams(**fields["sampling"]), "aux_layers": tuple(fields["aux_layers"])}
-    record = FeatureRecord(**fields | rows)
+def _checked(index: int, rows: dict[str, Tensor], others: dict[str, Any]) -> FeatureRecord:
+    others |= {"sampling": SamplingParams(**others["sampling"]), "aux_layers": tuple(others["aux_layers"])}
+    record = FeatureRecord(**others | rows)
     width, num_layers = record.aux_hidden.shape[1], len(record.aux_layers)
     if len(lengths := {len(tensor) for tensor in rows.values()}) > 1:
         raise ValueError(f"the tensors of rollout {index} have {sorted(lengths)} rows")

@@ -2,27 +2,39 @@
 
 It holds text of requests, in memory that other users may see, so it is used only while it is this user's alone. Who works with it
 holds a lock on a file in it. The system releases a lock with its process, and shows it in every container that shares the folder.
-A file gets its name only when it is complete. A host's processes use this module, so it imports only the standard library.
+A file gets its name only when it is complete. A host's processes use this module, so it imports nothing that vLLM does not need.
 """
 
 import fcntl
-import json
+import functools
 import os
 import shutil
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeVar
 
-VARIABLE, HOST_VARIABLE = "COTRAIN_SIDECAR", "COTRAIN_HOST"
-"""Environment variables with the spool's folder and the host's name. Without the first, cotrain does nothing in an engine."""
+from pydantic import TypeAdapter, ValidationError
+
+from cotrain.records import GainReport, Segment
+
+VARIABLE = "COTRAIN_SIDECAR"
+"""Environment variable with the spool's folder. Without it, cotrain does nothing in an engine."""
 
 MARK = ".cotrain-spool"
 """Lock file of the one trainer that may use a folder. A folder without it was not made by cotrain."""
+
+Record = TypeVar("Record")
+ADAPTER: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+
+
+class SpoolError(ValueError):
+    """A folder cannot be used as a spool. The message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +48,77 @@ class Settings:
     share: float  # share of the requests that are tapped, 0 to 1
     max_bytes: int  # most bytes of shards and heads that the trainer has not read; further shards are dropped
     adaptive: bool  # choose the draft length by measured speed, instead of always drafting as many tokens as possible
-    replicas: bool  # may several hosts use this spool?
 
 
-def write_json(path: Path, value: Any) -> None:
+@dataclass(frozen=True)
+class Offer:
+    """The drafter that all engines are to serve."""
+
+    version: int = 0  # 0: the one that they started with
+    on: bool = True  # may they draft at all?
+    path: str = ""
+    digests: dict[str, str] | None = None
+    expected_rates: list[float] | None = None
+
+
+class Verdict(NamedTuple):
+    """Whether an engine was adopted, and the reason if it was not."""
+
+    model: str
+    pid: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What an engine says of itself: when it has loaded its model, and then about once a second while it works."""
+
+    pid: int
+    reason: str | None = None  # why it may not draft
+    vllm: str = ""
+    dtype: str = ""
+    policy_version: int = 0
+    drafter_version: int = 0
+    refused: dict[int, str] = field(default_factory=dict)  # the drafter that it did not take, and why
+    dropped: Counter[str] = field(default_factory=Counter)  # requests that the trainer does not get, by reason
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)  # of requests, verification steps and tokens
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a shard's description says of a request, besides its features."""
+
+    name: str
+    prompt_length: int
+    finish_reason: str
+    verification_steps: tuple[tuple[int, int], ...]
+    earlier: tuple[Segment, ...] = ()  # with versions of the policy as the engine counts them
+
+
+class Description(NamedTuple):
+    """What lies beside a shard: its requests, and what speculation gained since the shard before."""
+
+    rollouts: list[Finished]
+    gains: list[GainReport]
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Write a record, or anything else that JSON can hold."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump(value, file)
+    with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(ADAPTER(type(record)).dump_json(record))
     os.replace(partial, path)
 
 
-def read_json(path: Path, example: dict[str, Any] | None = None) -> Any:
-    """Return the content of a file, or None if there is no such file.
-
-    Raises ValueError if it is not JSON, or not an object with all fields of the example, with values of the same types.
-    """
-    with suppress(FileNotFoundError):
-        value = json.loads(path.read_text())
-        if all(isinstance(dict(value).get(name), type(one)) for name, one in (example or {}).items()):
-            return value
-        raise ValueError(f"{path} is not what cotrain writes")
+def read_json(path: Path, kind: type[Record]) -> Record | None:
+    """Return the record that a file holds, or None if there is no such file. Raises ValueError if it holds something else."""
+    try:
+        return ADAPTER(kind).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise ValueError(f"{path} is not what cotrain writes") from error
 
 
 def locked(path: Path, kind: int, mode: str = "a") -> IO[str]:
@@ -92,51 +155,49 @@ class Spool:
         self._held: IO[str] | None = None
 
     def check(self) -> None:
-        """Raise ValueError unless this is a folder of this user, which no other user may enter, and no link."""
+        """Raise SpoolError unless this is a folder of this user, which no other user may enter, and no link."""
         try:
             found = self.folder.lstat()
         except OSError as error:
-            raise ValueError(f"spool: {self.folder}: {error.strerror}") from None
+            raise SpoolError(f"spool: {self.folder}: {error.strerror}") from None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             this = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
-            raise ValueError(f"spool: {self.folder} is {this}: it must be a folder, drwx------ of user {os.geteuid()}")
+            raise SpoolError(f"spool: {self.folder} is {this}: it must be a folder, drwx------ of user {os.geteuid()}")
 
     def hold(self) -> None:
         """Keep other trainers out of the folder, which is made, or cleared of what a killed trainer has left. Then `create` it.
 
-        Raises ValueError when it is not this user's alone or was not made by cotrain, or when another trainer uses it.
+        Raises SpoolError when it is not this user's alone or was not made by cotrain, or when another trainer uses it.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             self.check()
             if not self._mark.is_file():
-                raise ValueError(
-                    f"spool: {self.folder} was not made by cotrain; choose one that is not there"
-                ) from None
+                this = f"spool: {self.folder} was not made by cotrain"
+                raise SpoolError(f"{this}; choose one that is not there") from None
         except OSError as error:
-            raise ValueError(f"spool: {self.folder} cannot be made: {error.strerror}") from error
+            raise SpoolError(f"spool: {self.folder} cannot be made: {error.strerror}") from error
         try:
             self._held = locked(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"spool: another trainer uses {self.folder}; stop it, or choose another folder") from None
+            raise SpoolError(f"spool: another trainer uses {self.folder}; stop it, or choose another folder") from None
         self._clear()
 
     def create(self, settings: Settings) -> None:
         """Write the settings for the engines. From then on `is_alive` is True. Call `hold` before."""
         for folder in (self.settings_file.parent, *(engine.features for engine in self.engines())):
             folder.mkdir(mode=0o700, exist_ok=True)
-        write_json(self.settings_file, asdict(settings))
+        write_json(self.settings_file, settings)
 
     def settings(self) -> Settings:
-        """Read the settings. Raises ValueError when there are none that this user and this version of cotrain have written."""
+        """Read the settings. Raises SpoolError when there are none that this user and this version of cotrain have written."""
         self.check()
-        try:
-            values = read_json(self.settings_file)
-            return Settings(**{**values, "aux_layers": tuple(values["aux_layers"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            why = f"{self.settings_file} cannot be read: {error}"
-            raise ValueError(f"{why}; start the trainer first, and of this version of cotrain") from error
+        with suppress(OSError, ValueError):
+            if (settings := read_json(self.settings_file, Settings)) is not None:
+                return settings
+        remedy = "start the trainer first, and of this version of cotrain"
+        raise SpoolError(f"{self.settings_file} cannot be read: {remedy}")
 
     def abandon(self) -> None:
         """Let engines behave as if the trainer were gone, so that they tap no more requests."""
@@ -175,69 +236,63 @@ class Spool:
             self._engines.rmdir()
         return any(lives.values())
 
-    def join(self, instance_id: str, host: str, alone: bool) -> "EngineFolder":
-        """Make the part of the spool that one engine of `host` writes. The engine lives as long as the result is kept.
+    def join(self, instance_id: str) -> "EngineFolder":
+        """Make the part of the spool that one engine writes. The engine lives as long as the result is kept.
 
-        Raises ValueError when the spool is not this user's alone, or, with `alone`, when an engine of another host lives.
+        Raises SpoolError when the spool is not this user's alone.
         """
         self.check()
         self._engines.mkdir(mode=0o700, exist_ok=True)
-        (engine := self.engine(instance_id)).hold(host)
-        if alone and any(other.is_held and other.host != host for other in self.engines()):
-            raise ValueError(f"another host uses {self.folder}: start another trainer, or this one with replicas=true")
+        (engine := self.engine(instance_id)).hold()
         return engine
 
-    def add_verdict(self, verdict: dict[str, Any]) -> None:
-        """Record whether an engine was adopted, as `verdicts` returns it. Raises OSError or ValueError when it cannot be written."""
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Record whether an engine was adopted. Raises OSError or SpoolError when it cannot be written."""
         self.check()
         self._verdicts.mkdir(mode=0o700, exist_ok=True)
         write_json(self._verdicts / f"{time.time_ns()}.json", verdict)
 
-    def verdicts(self) -> list[dict[str, Any]]:
-        """Return {"model", "pid", "reason"} for each engine that looked for the trainer; reason is None if it was adopted."""
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts on all engines that looked for the trainer, in their order."""
         found = []
         for path in sorted(self._verdicts.glob("*.json")):
-            with suppress(ValueError, TypeError):  # no engine has written it
-                found.append({"reason": None} | read_json(path, {"model": "", "pid": 0}))
+            with suppress(ValueError):  # no engine has written it
+                found.append(ADAPTER(Verdict).validate_json(path.read_bytes()))
         return found
 
     def engine(self, instance_id: str) -> "EngineFolder":
         return EngineFolder(self._engines / instance_id)
 
     def engines(self) -> list["EngineFolder"]:
-        """Return the folders of all engines. Those that have not loaded their model have no facts.json yet."""
-        return [EngineFolder(path.parent) for path in sorted(self._engines.glob("*/host.json"))]
+        """Return the folders of all engines. Those that have not loaded their model have no state.json yet."""
+        return [EngineFolder(path.parent) for path in sorted(self._engines.glob("*/lock"))]
 
 
 class EngineFolder:
     """The part of a spool that one engine writes."""
 
     def __init__(self, folder: Path):
-        self.folder, self._host, self._numbers = folder, folder / "host.json", count()
-        self.facts, self.state = folder / "facts.json", folder / "state.json"
-        self.policies, self.features = folder / "policy", folder / "features"
+        self.folder, self._lock, self._numbers = folder, folder / "lock", count()
+        self.state, self.policies, self.features = folder / "state.json", folder / "policy", folder / "features"
 
-    def hold(self, host: str) -> None:
-        """Make the folder, and show that an engine of `host` lives as long as this object does."""
+    def hold(self) -> None:
+        """Make the folder, and show that an engine lives as long as this object does."""
         for folder in (self.folder, self.policies, self.features):
             folder.mkdir(mode=0o700, exist_ok=True)
-        if not self._host.exists():
-            write_json(self._host, host)
-        self._lives = locked(self._host, fcntl.LOCK_SH)
+        self._lock.touch(mode=0o600)
+        self._lives = locked(self._lock, fcntl.LOCK_SH)
 
     def close(self) -> None:
         self._lives.close()
 
     @property
-    def host(self) -> str:
-        return str(read_json(self._host))
-
-    @property
     def is_held(self) -> bool:
         """Whether a process of the engine lives."""
-        return is_locked(self._host)
+        return is_locked(self._lock)
 
-    def add_shard(self, write: Callable[[Path], None], described: Any, num_bytes: int, max_bytes: int) -> str | None:
+    def add_shard(
+        self, write: Callable[[Path], None], described: Description, num_bytes: int, max_bytes: int
+    ) -> str | None:
         """Write a shard of num_bytes with `write`, then its description. Return why it was dropped, or None.
 
         Unread shards and heads of all engines share max_bytes. A shard is also dropped when the disk is full or the spool is gone.

@@ -13,15 +13,14 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from cotrain.config.errors import help_text
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.engine.host.adoption import CHECK_VARIABLE
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
-from cotrain.sidecar.launch import CAUSES, host_environment, run_host, start_trainer, stop_trainer
-from cotrain.transport.spool import VARIABLE, Settings, Spool
+from cotrain.sidecar.launch import CAUSES, run_host, start_trainer, stop_trainer
+from cotrain.transport.spool import VARIABLE, Verdict
 from pipelines.plan import serve_command
 
 KINDS = ("eagle3", "mtp", "draft_model")
@@ -53,22 +52,17 @@ the engine ends before a model is loaded. A command that makes no engine runs on
 
 def run(arguments: Sequence[str]) -> int:
     """Run `cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
-    usage = "cotrain run --model M [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
-    options, host = _parsed(_parser("run", usage, RUN), arguments)
+    options, host = _parsed(_parser("run", RUN, "-- COMMAND ..."), arguments)
     config = _configured(options)
     given = [f"--with-parent={os.getpid()}", f"--share={config.share}", *arguments[: arguments.index("--")]]
     # Its default name would differ.
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", *given, f"name={config.name}"]
-    trainer, ended = start_trainer(command, config.spool_folder), list[str]()
-
-    def watch() -> None:
-        if not ended and trainer.poll() is not None:
-            ended.append("cotrain: the trainer has ended, see above; the engines go on with the drafter that they have")
-            print(ended[0], file=sys.stderr)
-
+    trainer = start_trainer(command, config.spool_folder)
     try:
-        return run_host(host, host_environment(config.spool_folder), watch)
+        return run_host(host, config.spool_folder)
     finally:
+        if trainer.poll() is not None:
+            print("cotrain: the trainer ended before the host did, see above", file=sys.stderr)
         stop_trainer(trainer)
 
 
@@ -76,8 +70,7 @@ def sidecar(arguments: Sequence[str]) -> int:
     """Run `cotrain sidecar`: the trainer alone, until a signal ends it, or the check of a host's command."""
     if arguments and arguments[0] == "check":
         return check(arguments[1:])
-    usage = "cotrain sidecar --model M --spool DIR --share S [--drafter D] [--config FILE] [key=value ...]"
-    parser = _parser("sidecar", usage, SIDECAR)
+    parser = _parser("sidecar", SIDECAR, "--spool DIR --share S")
     parser.add_argument("--spool", metavar="DIR", help="folder that trainer and engines share; /dev/shm is memory")
     text = "share of the requests that are trained on, above 0 and up to 1; it must be given, here or in FILE"
     parser.add_argument("--share", type=float, metavar="S", help=text)
@@ -105,32 +98,19 @@ def sidecar(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """Run `cotrain sidecar check`. Returns 0 if an engine would be adopted, else 1."""
-    usage = "cotrain sidecar check [--model M] [--drafter D] [--config FILE] [key=value ...] -- COMMAND ..."
-    options, host = _parsed(_parser("sidecar check", usage, CHECK), arguments)
+    from cotrain.sidecar.prepare import prepare
 
-    def verdicts(spool: Path) -> list[dict[str, Any]]:
-        run_host(host, host_environment(spool) | {CHECK_VARIABLE: "1"}, lambda: None)
-        return Spool(spool).verdicts()
-
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cotrain-check-")))
-        found: list[dict[str, Any]] = []
-        if options.model is None:  # no model has an empty name: the refusal tells the real one
-            asks = Spool(scratch / "asked")
-            asks.hold()
-            asks.create(Settings("", "", {}, (), 0.0, 0, False, False))
-            options.model = next((verdict["model"] for verdict in verdicts(asks.folder)), None)
-        if options.model is not None:
-            from cotrain.sidecar.prepare import prepare
-
-            options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
-            prepared = prepare(_configured(options), False, stack)  # while this is held, its spool has a trainer
-            found = verdicts(prepared.spool.folder)
-        print(f"\nengines: {engines_text(found)}")
-    return 0 if any(verdict["reason"] is None for verdict in found) else 1
+    options, host = _parsed(_parser("sidecar check", CHECK, "-- COMMAND ..."), arguments)
+    with tempfile.TemporaryDirectory(prefix="cotrain-check-") as scratch, ExitStack() as stack:
+        options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
+        spool = prepare(_configured(options), False, stack).spool  # while the stack is open, it has a trainer
+        run_host(host, spool.folder, **{CHECK_VARIABLE: "1"})
+        verdicts = spool.verdicts()
+    print(f"\nengines: {engines_text(verdicts)}")
+    return 0 if any(verdict.reason is None for verdict in verdicts) else 1
 
 
-def summary(run: Path, verdicts: Sequence[dict[str, Any]], left_out: str) -> str:
+def summary(run: Path, verdicts: Sequence[Verdict], left_out: str) -> str:
     """Summarise a run for somebody who sees one for the first time. run: the run folder."""
     from pipelines.page.record import read_run
     from pipelines.train.report import progress, run_facts, write_run_report
@@ -144,10 +124,10 @@ def summary(run: Path, verdicts: Sequence[dict[str, Any]], left_out: str) -> str
     return f"\nDone: {done}\n{aligned(lines | {'run folder': str(run)})}"
 
 
-def engines_text(verdicts: Sequence[dict[str, Any]]) -> str:
+def engines_text(verdicts: Sequence[Verdict]) -> str:
     """Say how many engines were adopted, and why others were not, from what Spool.verdicts returns."""
-    adopted = {verdict["pid"] for verdict in verdicts if verdict["reason"] is None}
-    others = dict.fromkeys(f"not adopted, {v['model']}: {v['reason']}" for v in verdicts if v["reason"] is not None)
+    adopted = {verdict.pid for verdict in verdicts if verdict.reason is None}
+    others = dict.fromkeys(f"not adopted, {v.model}: {v.reason}" for v in verdicts if v.reason is not None)
     return "\n".join([f"{len(adopted)} adopted"] * bool(adopted) + [*others]) or CAUSES
 
 
@@ -162,10 +142,11 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[
     return options, host
 
 
-def _parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
-    fields = f"Fields of the configuration\n===========================\n{help_text(root=SidecarConfig)}"
+def _parser(command: str, description: str, rest: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"cotrain {command}", usage=usage, description=description, epilog=fields,
+        prog=f"cotrain {command}", description=description,
+        usage=f"cotrain {command} --model M [--drafter D] [--config FILE] [--resume NAME] [key=value ...] {rest}",
+        epilog=f"Fields of the configuration\n===========================\n{help_text(root=SidecarConfig)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--model", metavar="M", help="the policy, as your trainer or server names it")

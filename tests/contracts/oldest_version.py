@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch
 from cotrain.engine.interface import SIDECAR_VERSIONS
 from cotrain.models.loading import resolve_model
 from cotrain.transport.features import read_shard
-from cotrain.transport.spool import Spool, read_json
+from cotrain.transport.spool import Spool, State, read_json
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -52,12 +51,12 @@ def test_an_engine_of_the_oldest_version_is_adopted_and_generates_the_same(
 ) -> None:
     host, spool = attached
     (engine,) = spool.engines()
-    facts: dict[str, Any] = read_json(engine.facts)
-    assert facts["attached"] and facts["vllm"].startswith(f"{SIDECAR_VERSIONS[0]}.")
+    state = read_json(engine.state, State)
+    assert state.reason is None and state.vllm.startswith(f"{SIDECAR_VERSIONS[0]}.")
     tokens = greedy(host)
     time.sleep(1.1)
     assert greedy(host) == tokens  # the first step of it reports what has ended before
-    assert read_json(engine.state)["drafted_tokens"] > 500
+    assert read_json(engine.state, State).counts["drafted_tokens"] > 500
     with running_host(MODEL, environment(tmp_path, None)) as plain:
         assert greedy(plain) == tokens
 

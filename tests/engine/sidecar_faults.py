@@ -5,7 +5,6 @@ it is made, each of which gets an engine, and "run" in its steps, which share th
 Prints a line of JSON for each fault. The first engine has no sidecar, the second one no fault.
 """
 
-import functools
 import gc
 import json
 import os
@@ -59,21 +58,12 @@ def start_over(llm: Any) -> None:
     sidecar = sidecar_of(llm)
     sidecar._breaker.failures.clear()
     sidecar._live.clear()
-    sidecar._finished.clear()
-    sidecar._write_facts()
+    sidecar._shards._waiting.clear()
 
 
 def sidecar_of(llm: Any) -> Any:
     """The sidecar of an engine's worker."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.execute_model.__self__
-
-
-def planted(llm: Any, fault: str) -> Any:
-    """A context in which a function that a running engine calls is broken."""
-    if fault.endswith("DraftingHook.record"):  # the worker has wrapped it when the engine started
-        sidecar = sidecar_of(llm)
-        return patch.object(sidecar._hook, "record", functools.partial(sidecar._breaker.call, broken))
-    return patch(fault, broken)
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.execute_model.cotrain_hook.__self__
 
 
 def tell(fault: str, **found: Any) -> None:
@@ -121,7 +111,7 @@ def main(model: str, faults: dict[str, list[str]]) -> None:
     for fault in faults["run"]:
         start_over(llm)
         before = generate(llm, waves=1)["drafted"][0]
-        with planted(llm, fault):
+        with patch(fault, broken):
             tell(fault, **generate(llm), before=before)
     del llm
     cleanup_dist_env_and_memory()

@@ -84,7 +84,7 @@ class Host:
         from cotrain.engine.loading import reload_weights
 
         worker = self._worker
-        sidecar = worker.model_runner.execute_model.__self__
+        sidecar = worker.model_runner.execute_model.cotrain_hook.__self__
         lost = {name: torch.zeros_like(t) for name, t in sidecar._weights.last_good().items()}
         with set_current_vllm_config(worker.vllm_config):
             reload_weights(worker.get_draft_model(), worker.speculative_config.draft_model_config, lost)

@@ -21,7 +21,7 @@ print("a model would be loaded now")
 @pytest.mark.parametrize(
     ("options", "arguments", "status", "said"),
     [
-        ([], "{}", 0, "engines: 1 adopted"),
+        (["--model", "tiny:llama"], "{}", 0, "engines: 1 adopted"),
         pytest.param(
             *(
                 ["--model", "tiny:llama"],

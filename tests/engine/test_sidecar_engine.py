@@ -20,7 +20,7 @@ from cotrain.run.rows import read_rows
 from cotrain.sidecar.launch import start_trainer, stop_trainer
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
-from cotrain.transport.spool import Spool, read_json, write_json
+from cotrain.transport.spool import Description, Finished, Offer, Spool, State, read_json, write_json
 from cotrain.weights.payload import write_payload
 from drafters.base import Drafter
 from tests.engine.conftest import AUX_LAYERS, features_of, make_requests
@@ -51,8 +51,8 @@ class Sidecar:
         self.sent = 0
 
     @property
-    def state(self) -> dict[str, Any]:
-        return read_json(self.engine.state)
+    def state(self) -> State:
+        return read_json(self.engine.state, State)
 
     def wave(self, seed: int = 0, number: int = 16, **sampling: Any) -> list[list[int]]:
         return self.host("generate", prompts(number, seed), {"max_tokens": TOKENS, **sampling})
@@ -76,15 +76,14 @@ class Sidecar:
         self.sent += 1
         path = self.spool.current.with_name(f"{self.sent}.safetensors")
         payload = write_payload(state, path, torch.float32)
-        publication = {"version": self.sent, "path": payload.path, "digests": payload.digests, "expected_rates": None}
-        write_json(self.spool.current, publication | changes)
+        write_json(self.spool.current, replace(Offer(self.sent, True, payload.path, payload.digests), **changes))
         return self.sent
 
-    def take(self) -> list[tuple[FeatureRecord, dict[str, Any]]]:
+    def take(self) -> list[tuple[FeatureRecord, Finished]]:
         """The rollouts that wait in the spool, which is emptied."""
         found = []
         for shard in self.engine.shards():
-            found += zip(read_shard(shard), read_json(described(shard))["rollouts"], strict=True)
+            found += zip(read_shard(shard), read_json(described(shard), Description).rollouts, strict=True)
             shard.unlink()
             described(shard).unlink()
         return found
@@ -131,8 +130,7 @@ def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow
                 before = sidecar.state
                 host("generate", known, {"max_tokens": 64})
                 after = sidecar.state
-                names = "accepted_tokens", "drafts"  # missing in what an engine has said before its first step was over
-                accepted, drafts = (after.get(name, 0) - before.get(name, 0) for name in names)
+                accepted, drafts = (after.counts[n] - before.counts[n] for n in ("accepted_tokens", "drafts"))
                 length = 1 + accepted / max(1, drafts)
                 judged = [
                     row for row in read_rows(folder / "runs" / "trained" / "metrics.jsonl") if "canary/bound" in row
@@ -140,7 +138,7 @@ def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow
                 if length >= LEARNT and judged:
                     break
             assert length >= LEARNT and judged and sidecar.greedy() == texts
-            assert after["drafter_version"] > 0 and not after["hooks_off"]
+            assert after.drafter_version > 0 and after.reason is None
     finally:
         stop_trainer(trainer)
     rows = read_rows(folder / "runs" / "trained" / "metrics.jsonl")
@@ -151,6 +149,10 @@ def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow
         for kind in ("served", "expected")
     )
     assert abs(expected / served - 1) < 0.05
+
+
+def versions_of(record: FeatureRecord) -> tuple[int, int]:
+    return record.policy_version, record.drafter_version
 
 
 def holes(record: FeatureRecord) -> int:
@@ -168,7 +170,7 @@ def error(record: FeatureRecord, model: Any) -> float:
 
 
 def test_requests_are_tapped_whole_and_described(sidecar: Sidecar, target_model: Any, target_state: dict) -> None:
-    assert read_json(sidecar.engine.facts)["attached"] is True
+    assert sidecar.state.reason is None and sidecar.state.vllm
     texts = sidecar.wave(3)
     sidecar.settle()
     taken = sidecar.take()
@@ -176,15 +178,15 @@ def test_requests_are_tapped_whole_and_described(sidecar: Sidecar, target_model:
     assert [holes(r) for r, _ in taken] == [0] * 16
     assert max(error(r, target_model) for r, _ in taken) < 1e-4
     for record, told in taken:
-        assert (record.prompt_length, record.sampling.temperature) == (told["prompt_tokens"], 1.0) == (12, 1.0)
-        assert told["tokens"] == record.num_tokens == 12 + TOKENS
-        assert (told["finish_reason"], told["versions"], told["earlier"]) == ("length", "p0-d0", [])
-        drafted = sum(1 + accepted for _, accepted in told["verification_steps"])
-        assert {num for num, _ in told["verification_steps"]} == {K} and TOKENS - 1 <= drafted < TOKENS + K
+        assert (record.prompt_length, record.sampling.temperature) == (told.prompt_length, 1.0) == (12, 1.0)
+        assert record.num_tokens == 12 + TOKENS
+        assert (told.finish_reason, versions_of(record), told.earlier) == ("length", (0, 0), ())
+        drafted = sum(1 + accepted for _, accepted in told.verification_steps)
+        assert {num for num, _ in told.verification_steps} == {K} and TOKENS - 1 <= drafted < TOKENS + K
     head = load_file(sidecar.engine.policies / "0.safetensors")
     assert head.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(tensor, target_state[name]) for name, tensor in head.items())
-    assert sidecar.state["hooks_off"] == []
+    assert sidecar.state.reason is None
 
 
 def test_requests_may_opt_out_and_others_are_left_out(sidecar: Sidecar) -> None:
@@ -194,8 +196,8 @@ def test_requests_may_opt_out_and_others_are_left_out(sidecar: Sidecar) -> None:
     sidecar.settle()
     after = sidecar.state
     assert (
-        after["dropped"] == {"opted out": 3, "frequency_penalty is set": 2}
-        and after["finished"] - before["finished"] >= 5
+        after.dropped == {"opted out": 3, "frequency_penalty is set": 2}
+        and after.counts["finished"] - before.counts["finished"] >= 5
     )
     assert len(sidecar.take()) <= 2  # those of `settle`
 
@@ -209,31 +211,31 @@ def test_drafters_are_swapped_checked_and_counted_as_vllm_does(
     sidecar.publish(bad)
     assert sidecar.greedy() == texts
     sidecar.settle()
-    assert "non-finite" in sidecar.state["refused"]["1"]
+    assert "non-finite" in sidecar.state.refused[1]
     sidecar.publish(good, path="nowhere.safetensors")
     assert sidecar.greedy() == texts
     version = sidecar.publish(good)
     assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length + 0.3
     sidecar.settle()
     state = sidecar.state
-    assert (state["policy_version"], state["drafter_version"]) == (0, version) and list(state["refused"]) == ["2"]
-    assert "nowhere" in state["refused"]["2"]
+    assert (state.policy_version, state.drafter_version) == (0, version) and list(state.refused) == [2]
+    assert "nowhere" in state.refused[2]
     sidecar.take()
     sidecar.wave(6)
     sidecar.settle()
-    assert {told["versions"] for _, told in sidecar.take()} >= {f"p0-d{version}"}
+    assert {versions_of(record) for record, _ in sidecar.take()} >= {(0, version)}
     sidecar.settle()
     known = sidecar.host("counts")
-    assert {name: sidecar.state[name] for name in known} == known
+    assert {name: sidecar.state.counts[name] for name in known} == known
 
 
 def test_switched_off_the_engine_drafts_nothing(sidecar: Sidecar) -> None:
-    current, texts = read_json(sidecar.spool.current), sidecar.greedy()
-    write_json(sidecar.spool.current, current | {"on": False})
+    offer, texts = read_json(sidecar.spool.current, Offer), sidecar.greedy()
+    write_json(sidecar.spool.current, replace(offer, on=False))
     drafts = sidecar.host("counts")["drafts"]
     assert sidecar.greedy() == texts and sidecar.host("counts")["drafts"] == drafts
     sidecar.wave(7, top_k=5)  # vLLM's rejection sampler would end a CPU's engine here
-    write_json(sidecar.spool.current, current | {"on": True})
+    write_json(sidecar.spool.current, offer)
     assert sidecar.greedy() == texts and sidecar.host("counts")["drafts"] > drafts
 
 
@@ -263,22 +265,18 @@ def uncorrected(
 
 
 def test_without_the_corrections_it_has_not(uncorrected: Sidecar, laws: Laws) -> None:  # noqa: F811
-    assert read_json(uncorrected.engine.facts)["corrections"] == []
     assert min(p_values(laws, samples(uncorrected.host), 1.0, -1)) < 1e-4
 
 
 def test_draft_lengths_are_chosen_by_the_speed_of_the_hosts_own_requests(uncorrected: Sidecar) -> None:
-    lengths: set[int] = set()
     for seed in range(30):
         uncorrected.wave(seed)
         uncorrected.settle()
-        windows = [window for shard in uncorrected.engine.shards() for window in read_json(described(shard))["windows"]]
-        lengths |= {k for window in windows for k, *_ in window["steps"]}
-        if gains := [window["gain"] for window in windows if window["gain"]["seconds"]]:
+        gains = [g for shard in uncorrected.engine.shards() for g in read_json(described(shard), Description).gains]
+        if gains := [gain for gain in gains if gain.seconds]:
             break
         uncorrected.take()
-    assert lengths == {0, 1, 2, 3}, "all were measured"
-    assert gains[-1]["seconds_at"] and len(gains[-1]["seconds_at"][0]) == K + 1
+    assert gains[-1].seconds_at and len(gains[-1].seconds_at[0]) == K + 1, "all lengths were measured"
 
 
 def test_the_drafter_is_served_again_after_waking_up(sidecar: Sidecar) -> None:
@@ -288,7 +286,7 @@ def test_the_drafter_is_served_again_after_waking_up(sidecar: Sidecar) -> None:
     sidecar.host("wake_up")
     assert sidecar.acceptance_length(5) > length - 0.4 and sidecar.greedy() == texts
     sidecar.settle()
-    assert (sidecar.state["policy_version"], sidecar.state["hooks_off"]) == (1, [])
+    assert (sidecar.state.policy_version, sidecar.state.reason) == (1, None)
     assert (sidecar.engine.policies / "1.safetensors").exists(), "for the trainer, with the requests that were tapped"
 
 
@@ -305,13 +303,13 @@ def test_an_update_in_mid_generation_leaves_no_mixed_rollout(
     sidecar.settle()
     told_of = {True: [], False: []}
     for record, told in sidecar.take():
-        told_of[bool(told["earlier"])].append((record, told))
-    assert {(r.policy_version, told["versions"][:2]) for r, told in told_of[False]} == {(1, "p1")}
+        told_of[bool(told.earlier)].append((record, told))
+    assert {r.policy_version for r, _ in told_of[False]} == {1}
     assert all(holes(r) == 0 for r, _ in told_of[False])
     assert len(told_of[True]) == 4
     for record, told in told_of[True]:
-        ((version, start, end),) = told["earlier"]
-        assert (version[:2], start, record.earlier_tokens, record.policy_version) == ("p1", 0, end, 2) and end >= 6
+        ((versions, start, end),) = told.earlier
+        assert (versions.policy, start, record.earlier_tokens, record.policy_version) == (1, 0, end, 2) and end >= 6
         # The state of the last token before the update was computed after it.
         assert record.feature_mask.nonzero()[0] == 12 + end - 1 and holes(record) == 12 + end - 1
     head = load_file(sidecar.engine.policies / "2.safetensors")
@@ -329,7 +327,7 @@ def test_every_way_of_an_update_is_noticed(
     sidecar.host("write_into_a_parameter")
     sidecar.wave(10)
     sidecar.settle()
-    assert sidecar.state["policy_version"] == 3
+    assert sidecar.state.policy_version == 3
     sidecar.host("load", str(target_folder / "model.safetensors"))
     sidecar.wave(10)
     sidecar.settle()
@@ -346,17 +344,17 @@ def test_a_host_outlives_its_trainer_and_works_with_the_next_one(
     texts, settings = sidecar.greedy(), sidecar.spool.settings()
     for seed in range(11, 60):  # nobody reads
         sidecar.wave(seed)
-        if sidecar.state["dropped"].get("spool full"):
+        if sidecar.state.dropped["spool full"]:
             break
     waiting = sum(shard.stat().st_size for shard in sidecar.engine.shards())
-    assert sidecar.state["dropped"]["spool full"] and waiting <= settings.max_bytes
+    assert sidecar.state.dropped["spool full"] and waiting <= settings.max_bytes
     sidecar.settle()  # a state may be old, and waves be tapped since
-    tapped = sidecar.state["tapped"]
+    tapped = sidecar.state.counts["tapped"]
     sidecar.spool._held.close()  # as when it is killed
     assert sidecar.greedy() == texts
     length = sidecar.acceptance_length(5)
     sidecar.settle()
-    assert length > 1.3 and sidecar.state["tapped"] == tapped, "drafts go on, and nothing is tapped"
+    assert length > 1.3 and sidecar.state.counts["tapped"] == tapped, "drafts go on, and nothing is tapped"
 
     sidecar.spool = Spool(sidecar.spool.folder)
     sidecar.spool.hold()
@@ -366,13 +364,13 @@ def test_a_host_outlives_its_trainer_and_works_with_the_next_one(
     sidecar.publish(untrained_drafter.state_for_serving())
     assert sidecar.greedy() == texts and sidecar.acceptance_length(5) < 1.3
     sidecar.settle()
-    assert sidecar.state["tapped"] == tapped, "it has asked for no requests"
+    assert sidecar.state.counts["tapped"] == tapped, "it has asked for no requests"
     sidecar.spool.create(settings)
     version = sidecar.publish(fitted_drafter.state_for_serving())
     sidecar.wave(60)
     sidecar.settle()
     records = sidecar.take()
-    assert len(records) >= 16 and {told["versions"] for _, told in records} == {f"p4-d{version}"}
+    assert len(records) >= 16 and {versions_of(record) for record, _ in records} == {(4, version)}
     assert (sidecar.engine.policies / "4.safetensors").exists()
 
 
@@ -385,7 +383,7 @@ def test_a_host_outlives_the_spool(sidecar: Sidecar) -> None:
     assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length - 0.4
     sidecar.settle()
     state = sidecar.state
-    assert (state["policy_version"], state["hooks_off"], state["dropped"]["cannot be written"] >= 16) == (5, [], True)
+    assert (state.policy_version, state.reason, state.dropped["cannot be written"] >= 16) == (5, None, True)
     shutil.rmtree(sidecar.spool.folder)
     sidecar.host("wake_up")
     assert sidecar.greedy() == texts and sidecar.acceptance_length(5) > length - 0.4

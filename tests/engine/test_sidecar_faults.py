@@ -19,13 +19,13 @@ NOT_ADOPTED += ["cotrain.engine.host.scheduling.HostScheduling"]
 NOT_ATTACHED = [
     "cotrain.engine.host.scheduling.Decisions.__init__",
     "cotrain.engine.host.worker.WorkerSidecar",
-    "cotrain.engine.host.worker.WorkerSidecar.hook_in",
+    "cotrain.engine.host.worker.ModelWeights",
     "cotrain.engine.host.policy_watch.PolicyWatch.write",
     "cotrain.engine.cpu.correct",
 ]
 SWITCHED_OFF = [
     *(f"cotrain.engine.host.scheduling.Decisions.{name}" for name in ("draft_lengths", "stamp", "observe", "finish")),
-    *(f"cotrain.engine.host.worker.WorkerSidecar.{name}" for name in ("_take", "_follow_policy", "_report")),
+    *(f"cotrain.engine.host.worker.WorkerSidecar.{name}" for name in ("_take", "_follow_policy", "_tap", "_report")),
     "cotrain.engine.hooks.DraftingHook.record",
     "cotrain.engine.hooks.DraftingHook.propose",
 ]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cotrain.transport.spool import Spool, read_json
+from cotrain.transport.spool import Spool, State, read_json
 from tests.sidecar_parts import host_environment
 
 pytestmark = pytest.mark.engine
@@ -88,19 +88,19 @@ class Server:
             for name, metric in names.items()
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         (engine,) = self._spool.engines()
-        return read_json(engine.state) or {"drafts": 0, "accepted_tokens": 0, "policy_version": 0}
+        return read_json(engine.state, State)
 
-    def serve_until(self, is_enough: Callable[[dict[str, Any], float], bool]) -> tuple[dict[str, Any], float]:
+    def serve_until(self, is_enough: Callable[[State, float], bool]) -> tuple[State, float]:
         """Traffic until state and acceptance length of the last FEW_DRAFTS are enough, or SECONDS have passed."""
         deadline, seen, length = time.monotonic() + SECONDS, [self.state()], 1.0
         while not is_enough(seen[-1], length) and time.monotonic() < deadline:
             self.traffic()
             seen.append(self.state())
-            while seen[-1]["drafts"] - seen[1]["drafts"] >= FEW_DRAFTS:
+            while seen[-1].counts["drafts"] - seen[1].counts["drafts"] >= FEW_DRAFTS:
                 del seen[0]
-            drafts, accepted = (seen[-1][name] - seen[0][name] for name in ("drafts", "accepted_tokens"))
+            drafts, accepted = (seen[-1].counts[name] - seen[0].counts[name] for name in ("drafts", "accepted_tokens"))
             length = 1 + accepted / drafts if drafts >= FEW_DRAFTS else 1.0
         return seen[-1], length
 
@@ -179,18 +179,18 @@ def test_it_learns_counts_the_hosts_update_and_changes_no_greedy_text(
     assert server.post("/collective_rpc", {"method": "greet"}) == {"results": ["the host's own extension"]}
     before = server.greedy()
     state, length = server.serve_until(lambda state, length: length >= 2.5)
-    assert length >= 2.5 and state["policy_version"] == 0 and state["drafter_version"] > 0
+    assert length >= 2.5 and state.policy_version == 0 and state.drafter_version > 0
     assert server.greedy() == before  # many swaps later
 
     save_file(slightly_moved(target_state), folder / "update.safetensors")
     server.update(folder / "update.safetensors")
     moved = server.greedy()
     assert moved != before
-    swapped = server.state()["drafter_version"]
-    state, _ = server.serve_until(lambda state, _: state["policy_version"] == 1 and state["drafter_version"] > swapped)
-    assert state["policy_version"] == 1
+    swapped = server.state().drafter_version
+    state, _ = server.serve_until(lambda state, _: state.policy_version == 1 and state.drafter_version > swapped)
+    assert state.policy_version == 1
     assert server.greedy() == moved
-    assert not state["hooks_off"] and not state["refused"]
+    assert state.reason is None and not state.refused
 
 
 def test_counts_are_those_of_prometheus(server: Server) -> None:
@@ -200,14 +200,14 @@ def test_counts_are_those_of_prometheus(server: Server) -> None:
     counted = server.prometheus()
     server.chat("1", max_tokens=1)  # a step without drafts, in which the engine reports
     state = server.state()
-    assert counted["drafts"] > 0 and counted == {name: state[name] for name in counted}
+    assert counted["drafts"] > 0 and counted == {name: state.counts[name] for name in counted}
 
 
 def test_a_request_that_opts_out_is_not_tapped(server: Server) -> None:
-    tapped, opted_out = (server.state().get(name) for name in ("tapped", "dropped"))
+    before = server.state()
     server.traffic(vllm_xargs={"cotrain": False})
     time.sleep(1.5)
     server.chat("1", max_tokens=1, vllm_xargs={"cotrain": False})
     state = server.state()
-    assert state["tapped"] == tapped
-    assert state["dropped"]["opted out"] - (opted_out or {}).get("opted out", 0) >= 16
+    assert state.counts["tapped"] == before.counts["tapped"]
+    assert state.dropped["opted out"] - before.dropped["opted out"] >= 16

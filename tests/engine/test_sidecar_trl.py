@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from cotrain.transport.spool import Spool, read_json
+from cotrain.transport.spool import Spool, State, read_json
 from tests.sidecar_parts import host_environment
 
 pytestmark = [
@@ -39,13 +39,13 @@ class States:
     """What the engines of a host have reported, read while the host runs, since the spool is gone afterwards."""
 
     def __init__(self, spool: Path):
-        self._spool, self.rows = Spool(spool), list[dict[str, Any]]()
+        self._spool, self.rows = Spool(spool), list[State]()
 
     def follow(self, host: subprocess.Popen, seconds: float) -> int:
         """Read until the host has ended. Returns its exit status."""
         deadline = time.monotonic() + seconds
         while host.poll() is None and time.monotonic() < deadline:
-            states = [read_json(engine.state) for engine in self._spool.engines()]
+            states = [read_json(engine.state, State) for engine in self._spool.engines()]
             self.rows += [state for state in states if state and state not in self.rows[-1:]]
             time.sleep(0.1)
         host.kill()
@@ -53,8 +53,8 @@ class States:
 
     def last_served(self) -> float:
         """Acceptance length of the last drafts, at least FEW_DRAFTS of them."""
-        last = self.rows[-1]
-        first = next(row for row in reversed(self.rows) if row["drafts"] <= last["drafts"] - FEW_DRAFTS)
+        last = self.rows[-1].counts
+        first = next(r.counts for r in reversed(self.rows) if r.counts["drafts"] <= last["drafts"] - FEW_DRAFTS)
         return 1 + (last["accepted_tokens"] - first["accepted_tokens"]) / (last["drafts"] - first["drafts"])
 
 
@@ -82,8 +82,8 @@ def test_an_unchanged_script_gets_a_drafter_that_learns(target_folder: Path, mlf
     assert "engines     1 adopted" in output
     gaps = [row["sampling/sampling_logp_difference/mean"] for row in host_log(output) if "reward" in row]
     assert len(gaps) == STEPS and max(gaps) < 0.02  # the engine samples from the weights that TRL has sent
-    assert states.rows[-1]["policy_version"] == STEPS
-    assert not states.rows[-1]["hooks_off"] and not states.rows[-1]["refused"]
+    assert states.rows[-1].policy_version == STEPS
+    assert states.rows[-1].reason is None and not states.rows[-1].refused
     assert states.last_served() >= 1.8
     assert (folder / "runs" / "trl" / "report" / "report.html").is_file()
     assert not (folder / "spool").exists()

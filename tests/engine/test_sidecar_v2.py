@@ -4,13 +4,14 @@ What stands for a GPU is Triton's interpreter; CUDA graphs and streams are not t
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import save_file
 
-from cotrain.transport.spool import read_json, write_json
+from cotrain.transport.spool import Offer, State, read_json, write_json
 from drafters.base import Drafter
 from tests.engine.interpreted_triton import INTERPRETED
 from tests.engine.sidecar_host import running_host
@@ -56,8 +57,7 @@ def sidecar(
 def test_requests_are_tapped_whole_and_the_text_is_that_of_an_engine_without_it(
     sidecar: SidecarV2, texts: list[list[int]], target_model: Any
 ) -> None:
-    facts = read_json(sidecar.engine.facts)
-    assert facts["attached"] and not facts["reason"]
+    assert sidecar.state.reason is None
     assert sidecar.drafts() == (texts, pytest.approx(3 * REQUESTS * (TOKENS - 1), rel=0.4), pytest.approx(0, abs=4))
     sidecar.settle()
     taken = [record for record, _ in sidecar.take()]
@@ -73,17 +73,17 @@ def test_a_drafter_is_swapped_in_and_accepted(
     same, drafted, accepted = sidecar.drafts()
     assert same == texts and accepted > drafted / 5
     sidecar.settle()
-    assert (sidecar.state["drafter_version"], sidecar.state["hooks_off"]) == (version, [])
-    assert sum(told["versions"].endswith(f"d{version}") for _, told in sidecar.take()) == REQUESTS
+    assert (sidecar.state.drafter_version, sidecar.state.reason) == (version, None)
+    assert sum(record.drafter_version == version for record, _ in sidecar.take()) == REQUESTS
 
 
 def test_draft_length_0_drafts_nothing_until_it_is_raised(sidecar: SidecarV2, texts: list[list[int]]) -> None:
-    current = read_json(sidecar.spool.current)
-    write_json(sidecar.spool.current, current | {"on": False})
+    offer = read_json(sidecar.spool.current, Offer)
+    write_json(sidecar.spool.current, replace(offer, on=False))
     assert sidecar.drafts() == (texts, 0, 0)
-    write_json(sidecar.spool.current, current)
+    write_json(sidecar.spool.current, offer)
     same, drafted, _ = sidecar.drafts()
-    assert same == texts and drafted > 0 and not sidecar.state["hooks_off"]
+    assert same == texts and drafted > 0 and sidecar.state.reason is None
 
 
 def test_an_update_in_mid_generation_leaves_no_mixed_rollout(
@@ -96,11 +96,11 @@ def test_an_update_in_mid_generation_leaves_no_mixed_rollout(
     sidecar.host("load", str(tmp_path / "moved.safetensors"))
     sidecar.host("end")
     sidecar.settle()
-    told_of = [(record, told) for record, told in sidecar.take() if told["earlier"]]
+    told_of = [(record, told) for record, told in sidecar.take() if told.earlier]
     assert len(told_of) == REQUESTS
     for record, told in told_of:
-        ((version, start, end),) = told["earlier"]
-        assert (version[:2], start, record.policy_version) == ("p0", 0, 1) and 4 <= end < 16
+        ((versions, start, end),) = told.earlier
+        assert (versions.policy, start, record.policy_version) == (0, 0, 1) and 4 <= end < 16
         assert record.feature_mask.nonzero()[0] == 12 + end - 1 and holes(record) == 12 + end - 1
 
 
@@ -116,6 +116,6 @@ def test_a_fault_in_the_hook_leaves_the_host_its_text(
     with running_host(target_folder, environment, "interpreted", f"{HOOK}.{fault}") as host:
         sidecar = SidecarV2(host, spool)
         assert sidecar.drafts()[0] == texts and sidecar.drafts() == (texts, 0, 0)
-        facts = read_json(sidecar.engine.facts)
+        state = read_json(sidecar.engine.state, State)
     expected = "planted" if fault == "_own_states" else "have failed"
-    assert not facts["attached"] and expected in facts["reason"]
+    assert expected in state.reason

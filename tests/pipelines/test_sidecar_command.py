@@ -6,18 +6,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cotrain.engine.host.adoption import CHECK_VARIABLE
-from cotrain.transport.spool import HOST_VARIABLE, VARIABLE
+from cotrain.transport.spool import VARIABLE, Verdict
 from pipelines.sidecar import command
 from pipelines.sidecar.command import engines_text
 from tests.pipelines.test_cli import cotrain, status_of
 
 QUICK = ["name=first"]
-ADOPTED = {"model": "m", "pid": 1, "reason": None}
+ADOPTED = Verdict("m", 1)
 
 HOST = """
 import json, os, sys
@@ -62,6 +61,8 @@ def test_help_shows_the_command_to_type_without_torch(name: str, texts: list[str
         ),
         (["sidecar", "--model", "m"], "--share: say which share"),
         (["sidecar", "check", "--model", "m"], "write it after --"),
+        (["sidecar", "check", "--", "true"], "model: missing"),
+        (["run", "--model", "m", "replicas=true", "--", "true"], "replicas: unknown field"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -92,7 +93,7 @@ def test_a_host_without_an_engine_is_told_the_usual_causes(mlflow_database: Path
     result = cotrain("run", *options, "--", sys.executable, "-c", HOST, f"{folder}/seen", "7", folder=folder)
     assert result.returncode == 7  # the host's
     seen = json.loads((folder / "seen").read_text())
-    assert seen[VARIABLE] == f"{folder}/spool" and seen[HOST_VARIABLE]
+    assert seen[VARIABLE] == f"{folder}/spool"
     assert "none asked for a drafter" in result.stdout and "VLLM_PLUGINS" in result.stdout
     assert "runs/first" in result.stdout
     assert not (folder / "spool").exists()
@@ -146,11 +147,11 @@ def test_the_trainer_leaves_the_cores_to_the_host(arguments: list[str], threads:
     assert result.stdout == f"{min(8, threads)} {priority} True\n", result.stderr
 
 
-def test_the_check_asks_the_first_engine_for_its_model(
+def test_the_check_says_that_an_engine_would_be_adopted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.sidecar(["check", *QUICK, "--", sys.executable, "-c", ENGINE]) == 0
+    assert command.sidecar(["check", "--model", "tiny:llama", *QUICK, "--", sys.executable, "-c", ENGINE]) == 0
     assert capsys.readouterr().out.endswith("engines: 1 adopted\n")
     assert not any(tmp_path.iterdir())
 
@@ -166,20 +167,21 @@ def test_the_check_says_why_not(
 
 def test_the_check_sets_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: list[dict[str, str]] = []
-    monkeypatch.setattr(command, "run_host", lambda host, environment, watch: given.append(environment))
-    assert command.sidecar(["check", "--", "true"]) == 1
-    assert [environment[CHECK_VARIABLE] for environment in given] == ["1"]
+    monkeypatch.setattr(command, "run_host", lambda host, spool, **environment: given.append(environment))
+    monkeypatch.chdir(tmp_path)
+    assert command.sidecar(["check", "--model", "tiny:llama", "--", "true"]) == 1
+    assert given == [{CHECK_VARIABLE: "1"}]
 
 
 @pytest.mark.parametrize(
     ("verdicts", "text"),
     [
         ([ADOPTED, ADOPTED], "1 adopted"),
-        ([ADOPTED, ADOPTED | {"pid": 2}], "2 adopted"),
-        ([ADOPTED, {"model": "judge", "pid": 1, "reason": "no"}], "1 adopted\nnot adopted, judge: no"),
+        ([ADOPTED, Verdict("m", 2)], "2 adopted"),
+        ([ADOPTED, Verdict("judge", 1, "no")], "1 adopted\nnot adopted, judge: no"),
         ([], command.CAUSES),
     ],
     ids=["one asked twice", "two", "one of two", "none"],
 )
-def test_engines_in_words(verdicts: list[dict[str, Any]], text: str) -> None:
+def test_engines_in_words(verdicts: list[Verdict], text: str) -> None:
     assert engines_text(verdicts) == text

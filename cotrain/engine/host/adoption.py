@@ -4,6 +4,7 @@ All other engines start exactly as the host asked, and one line of the log says 
 """
 
 import copy
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.engine.host.breaker import log
-from cotrain.engine.interface import SIDECAR, SIDECAR_OF_RUNNER, SIDECAR_VERSIONS, moved_in
-from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Settings, Spool, remove_leftovers
+from cotrain.engine.interface import SIDECAR, SIDECAR_OF_RUNNER, SIDECAR_VERSIONS, moved_in, wrap
+from cotrain.transport.spool import VARIABLE, Settings, Spool, SpoolError, State, Verdict, remove_leftovers, write_json
 
 CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
 """If this variable is set, the process that makes an engine ends before it loads a model. The verdict is in the spool."""
 
 MARK = "cotrain_adopted"
-"""Attribute of an adopted engine's SchedulerConfig: the host's name. vLLM passes it on to the engine core and the workers."""
+"""Attribute of an adopted engine's SchedulerConfig, which vLLM passes on to the engine core and the workers."""
 
 HOST_HAS_SET = {
     "speculative_config": "an engine has one proposer: leave it out",
@@ -52,15 +53,14 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         ours.speculative_config, ours.async_scheduling = settings.speculative_config | loading, False
         config = original(ours, *rest, **options)
         check_config(config)
-        host = os.environ.get(HOST_VARIABLE) or f"session {os.getsid(0)} of {os.readlink('/proc/self/ns/pid')}"
-        setattr(config.scheduler_config, MARK, host)
+        setattr(config.scheduler_config, MARK, True)
         config.scheduler_config.get_scheduler_cls()  # runs the plugin's hook: if it fails, the engine is not adopted
-        _claim(spool, settings, config, host)
+        _claim(spool, config)
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
         _tell(args.model, None)
         return config
     except Exception as error:
-        is_known = isinstance(error, NotAdopted)
+        is_known = isinstance(error, NotAdopted | SpoolError)
         reason = str(error) if is_known else f"{type(error).__name__}: {error}"
         log.warning("cotrain: this engine of %s gets no drafter: %s", args.model, reason, exc_info=not is_known)
         _tell(args.model, reason)
@@ -70,17 +70,19 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
 def _tell(model: str, reason: str | None) -> None:
     """Write the verdict on an engine into the spool. In a check of the host's command, this also ends the process."""
     with suppress(OSError, ValueError):
-        Spool(os.environ[VARIABLE]).add_verdict({"model": model, "pid": os.getpid(), "reason": reason})
+        Spool(os.environ[VARIABLE]).add_verdict(Verdict(model, os.getpid(), reason))
     if CHECK_VARIABLE in os.environ:
         raise SystemExit("cotrain: the check ends here, before a model is loaded")
 
 
 def check_arguments(args: Any, spool: Spool) -> Settings:
-    """Check vLLM's EngineArgs before an engine is configured, and return the trainer's settings. Raises NotAdopted."""
-    try:
-        settings = spool.settings()
-    except ValueError as error:
-        raise NotAdopted(str(error)) from error
+    """Check vLLM's EngineArgs before an engine is configured, and return the trainer's settings.
+
+    Raises NotAdopted, and SpoolError where the spool cannot be used.
+    """
+    import vllm
+
+    settings = spool.settings()
     if args.model != settings.model and os.path.realpath(args.model) != os.path.realpath(settings.model_path):
         raise NotAdopted(f"the trainer's drafter is for {settings.model}")
     if not spool.is_alive():
@@ -90,17 +92,11 @@ def check_arguments(args: Any, spool: Spool) -> Settings:
     for name, reason in HOST_HAS_SET.items():
         if getattr(args, name):
             raise NotAdopted(f"the host has set {name}, and {reason}")
-    _check_vllm()
-    return settings
-
-
-def _check_vllm() -> None:
-    import vllm
-
     if not vllm.__version__.startswith(tuple(f"{known}." for known in SIDECAR_VERSIONS)):
         known = f"{SIDECAR_VERSIONS[0]} to {SIDECAR_VERSIONS[-1]}"
         raise NotAdopted(f"this is vLLM {vllm.__version__}: install one of {known}")
     _check_hooks(SIDECAR)
+    return settings
 
 
 def _check_hooks(table: dict[str, str]) -> None:
@@ -122,12 +118,40 @@ def check_config(vllm_config: Any) -> None:
         raise NotAdopted(f"it has {num_ranks} ranks: only an engine on a single device can be adopted")
 
 
-def _claim(spool: Spool, settings: Settings, config: Any, host: str) -> None:
-    """Show that an engine lives, so that its first drafter stays until it is loaded. Raises NotAdopted if another host's does."""
-    try:
-        engine = spool.join(config.instance_id, host, alone=not settings.replicas)
-    except ValueError as error:
-        raise NotAdopted(str(error)) from error
-    weakref.finalize(config, engine.close)
+def _claim(spool: Spool, config: Any) -> None:
+    """Show that an engine lives, so that its first drafter stays until it is loaded. Raises NotAdopted if the trainer has ended."""
+    weakref.finalize(config, spool.join(config.instance_id).close)
     if not spool.is_alive():
         raise NotAdopted(f"the trainer of {spool.folder} has just ended: start it again")
+
+
+def scheduler_class(original: Callable[..., Any], scheduler_config: Any) -> Any:
+    """Return the host's scheduler class, with ours mixed in for an adopted engine. `configured` tries this before it adopts."""
+    host = original(scheduler_config)
+    if not getattr(scheduler_config, MARK, False):
+        return host
+    from cotrain.engine.host.scheduling import HostScheduling
+
+    return type(host.__name__, (HostScheduling, host), {"cotrain_spool": Spool(os.environ[VARIABLE])})
+
+
+def init_device(original: Callable[..., Any], wrapper: Any) -> Any:
+    """Attach to a worker of an adopted engine, once it has loaded its model."""
+    if getattr(wrapper.vllm_config.scheduler_config, MARK, False):
+        wrap(wrapper.worker, "load_model", functools.partial(_load_and_attach, wrapper.worker))
+    return original(wrapper)
+
+
+def _load_and_attach(worker: Any, load_model: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Load the model and attach the sidecar. If it cannot attach, the engine drafts nothing and its state.json says why."""
+    load_model(*args, **options)
+    instance, spool = worker.vllm_config.instance_id, Spool(os.environ[VARIABLE])
+    try:
+        from cotrain.engine.host.worker import WorkerSidecar
+
+        WorkerSidecar(worker, spool.join(instance), spool.settings())
+    except Exception as error:
+        log.exception("cotrain: the sidecar cannot attach, and the engine works without a drafter")
+        with suppress(OSError, ValueError):
+            spool.check()
+            write_json(spool.engine(instance).state, State(os.getpid(), f"{type(error).__name__}: {error}"))

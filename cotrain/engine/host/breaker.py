@@ -24,12 +24,11 @@ class Breaker:
 
     def call(self, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return what the hook returns, or None if it raises. After MOST_FAILURES failures it is not called any more."""
-        name = getattr(hook, "__name__", None) or repr(hook)
-        if self.failures[name] >= MOST_FAILURES:
-            return None
-        try:
-            return hook(*args, **options)
-        except Exception:
-            self.failures[name] += 1
-            log.exception("cotrain: %s failed (%d of %d); the engine goes on", name, self.failures[name], MOST_FAILURES)
-            return None
+        name = getattr(hook, "__name__", repr(hook))
+        if self.failures[name] < MOST_FAILURES:
+            try:
+                return hook(*args, **options)
+            except Exception:
+                self.failures[name] += 1
+                log.exception("cotrain: %s failed (time %d of %d)", name, self.failures[name], MOST_FAILURES)
+        return None

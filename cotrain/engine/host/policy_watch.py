@@ -5,6 +5,7 @@ by comparing a few hundred of their elements whenever the engine starts on new r
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ class PolicyWatch:
         """folder: where the matrices of each version are written."""
         self._worker, self._folder = worker, folder
         self._model: nn.Module = worker.model_runner.get_model()
-        self.version = 0
         self._in_update = self._opened = False
         self.is_dirty = False
         """Whether the weights that are served may differ from those of `version`."""
+        self.version = -1
+        self.count()
+        self._waits = worker.vllm_config.load_config.load_format != "dummy"  # else there are no weights as yet
 
     def hook_in(self) -> None:
         """Notice updates from now on."""
@@ -44,8 +47,20 @@ class PolicyWatch:
             wrap(self._worker, name, self._update)
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let a host load weights, into a CPU build even outside of vLLM's own update and one parameter at a time.
+
+        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. Errors in here are the host's,
+        because this is part of its own load. `finish` ends the load before the next step.
+        """
         self.is_dirty = True
-        self._open()
+        in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
+        if (
+            self._worker.device.type == "cpu"
+            and not in_session
+            and not any(p.is_meta for p in self._model.parameters())
+        ):
+            initialize_layerwise_reload(self._model)
+            self._opened = True
         with set_current_vllm_config(self._worker.vllm_config):
             return load(*args, **kwargs)
 
@@ -56,20 +71,8 @@ class PolicyWatch:
         finally:
             self._in_update, self.is_dirty = False, True
 
-    def _open(self) -> None:
-        """Let a host load weights into a CPU build outside of vLLM's own update, even one parameter at a time.
-
-        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. Errors in here are the host's,
-        because this is part of its own load. `finish` ends the load before the next step.
-        """
-        in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
-        if self._worker.device.type != "cpu" or in_session or any(p.is_meta for p in self._model.parameters()):
-            return
-        initialize_layerwise_reload(self._model)
-        self._opened = True
-
     def finish(self) -> None:
-        """End a load that `_open` has begun, if there is one."""
+        """End a load that `_load` has begun, if there is one."""
         if self._opened:
             self._opened = False
             with set_current_vllm_config(self._worker.vllm_config):
@@ -79,11 +82,21 @@ class PolicyWatch:
         """Do the compared elements differ from those of `version`?"""
         return not torch.equal(self._elements(), self._known)
 
+    def count(self) -> None:
+        """Count a new version: the weights that are served now."""
+        self.version, self._known, self._waits, self.is_dirty = self.version + 1, self._elements(), True, False
+        self.is_written = False
+        """Whether embedding and head of `version` are written."""
+
     def write(self) -> None:
-        """Write the embedding and head of `version`, which is served now. Raises OSError when the disk is full."""
-        self._known = self._elements()
-        path = self._folder / f"{self.version}.safetensors"
-        write_payload(self._matrices(), path, self._worker.model_config.dtype)
+        """Write embedding and head of `version` if that was not tried before. A full disk leaves them out."""
+        if not self._waits:
+            return
+        self._waits = False
+        with suppress(OSError):
+            path = self._folder / f"{self.version}.safetensors"
+            write_payload(self._matrices(), path, self._worker.model_config.dtype)
+            self.is_written = True
         for old in sorted(self._folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem))[:-KEPT_VERSIONS]:
             old.unlink()
 

@@ -4,13 +4,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.scheduling import WatchedScheduler, step_of, verified
 from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
-from cotrain.transport.spool import Spool, read_json
+from cotrain.records import GainReport
+from cotrain.transport.spool import Finished, Offer, Record, Settings, Spool, State, read_json
 
 REPORT_SECONDS = 1.0
 
@@ -20,62 +22,66 @@ class Stamp(NamedTuple):
 
     tapped: dict[str, TapRequest]
     generated: dict[str, int]  # response tokens so far of each tapped request that has not ended
-    finished: list[tuple[list[int], tuple[float, float, int], dict[str, Any]]]
+    finished: list[tuple[list[int], tuple[float, float, int], Finished]]
     """Tapped requests that have ended: token ids up to the true end, (temperature, top-p, top-k), facts for the trainer."""
-    publication: dict[str, Any] | None  # the drafter that serves from this step on
-    window: dict[str, Any] | None  # see DraftLengths.report
-    counts: dict[str, int]
-    dropped: dict[str, int]  # number of requests by the reason why they are not tapped
+    offer: Offer | None  # the drafter that serves from this step on, if it is another one
+    gain: GainReport | None  # since the last one, about once a second
+    counts: Counter[str]
+    dropped: Counter[str]  # number of requests by the reason why they are not tapped
     hooks_off: list[str]
 
 
 class Decisions:
-    """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted."""
+    """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted.
 
-    def __init__(self, spool: Spool, scheduler: Any, breaker: Breaker):
-        config, self._spool, self._settings, self._breaker = scheduler.vllm_config, spool, spool.settings(), breaker
+    Its 14 attributes are what these decisions and the stamp's reports need from step to step.
+    """
+
+    def __init__(self, spool: Spool, scheduler: Any):
+        config, settings = scheduler.vllm_config, spool.settings()
+        self._spool, self._requests, self._adaptive = spool, scheduler.requests, settings.adaptive
         self._draft_lengths = DraftLengths(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
-        width = (len(self._settings.aux_layers) + 1) * config.model_config.get_hidden_size()
-        row_size, room = row_bytes(width, config.model_config.dtype.itemsize), self._settings.max_bytes
-        self._admission = Admission(self._settings.share, room, row_size, config.instance_id)
-        self._requests: dict[str, Any] = scheduler.requests
-        self._facts, self._seen = spool.engine(config.instance_id).facts, dict[Any, int]()
-        self._attached, self._on, self._publication, self._reported = False, True, None, 0.0
-        self._drafter: Any = 0, None  # version and digests, since a trainer that was restarted may use a version again
+        width = (len(settings.aux_layers) + 1) * config.model_config.get_hidden_size()
+        row_size = row_bytes(width, config.model_config.dtype.itemsize)
+        self._admission = Admission(settings.share, settings.max_bytes, row_size, config.instance_id)
+        self._state, self._seen = spool.engine(config.instance_id).state, dict[Path, tuple[int, int]]()
+        self._attached, self._offer, self._is_new, self._reported = False, Offer(), False, 0.0
         self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
         self._finished, self._counts = list[Any](), Counter[str]()
 
     def draft_lengths(self) -> list[int] | None:
         """Look for news in the spool, and return the draft length by batch size, or None to draft nothing."""
         lengths = self._draft_lengths.choose(time.perf_counter())
-        if (facts := self._news(self._facts)) is not None:
-            self._attached = facts["attached"]
-            if self._attached and self._settings.adaptive:
+        if (state := self._news(self._state, State)) is not None:
+            if self._adaptive and not self._attached and state.reason is None:
                 self._draft_lengths.begin_measuring(live=True)
-        if (settings := self._news(self._spool.settings_file)) is not None:
-            self._admission.share = settings["share"]  # a trainer that was restarted may ask for less
-        if (current := self._news(self._spool.current)) is not None:
-            self._on, drafter = current.get("on", True), (current["version"], current.get("digests"))
-            if drafter != self._drafter:
-                self._drafter, self._publication = drafter, current
-                self._draft_lengths.new_drafter(current.get("expected_rates"))
+            self._attached = state.reason is None
+        if (settings := self._news(self._spool.settings_file, Settings)) is not None:
+            self._admission.share = settings.share  # a trainer that was restarted may ask for less
+        if (offer := self._news(self._spool.current, Offer)) is not None:
+            # Digests too, since a trainer that was restarted may use a version again.
+            if (offer.version, offer.digests) != (self._offer.version, self._offer.digests):
+                self._is_new = True
+                self._draft_lengths.new_drafter(offer.expected_rates)
+            self._offer = offer
         if self._draft_lengths.has_measured:
             self._draft_lengths.end_measuring()  # lengths are chosen from now on
-        return lengths if self._attached and self._on else None
+        return lengths if self._attached and self._offer.on else None
 
-    def stamp(self, output: Any) -> Stamp:
+    def stamp(self, output: Any, hooks_off: list[str]) -> Stamp:
         """Return what a SchedulerOutput carries to the worker."""
-        publication, self._publication, window, now = self._publication, None, None, time.perf_counter()
+        offer, self._is_new = self._offer if self._is_new else None, False
+        gain, now = None, time.perf_counter()
         if now - self._reported > REPORT_SECONDS:
-            self._reported, window = now, self._draft_lengths.report()
+            self._reported, gain = now, GainReport(**self._draft_lengths.report()["gain"])
         new = output.scheduled_new_reqs
         tapped = self._admission.admit(new) if new and self._spool.is_alive() else {}
         self._counts["tapped"] += len(tapped)
         self._steps |= {name: [] for name in tapped}
         finished, self._finished = self._finished, []
         generated = {name: self._requests[name].num_output_tokens for name in self._admission.tapped}
-        counts, dropped = dict(self._counts), dict(self._admission.dropped)
-        return Stamp(tapped, generated, finished, publication, window, counts, dropped, self._breaker.off)
+        counts, dropped = self._counts.copy(), self._admission.dropped.copy()
+        return Stamp(tapped, generated, finished, offer, gain, counts, dropped, hooks_off)
 
     def observe(self, output: Any, sampled: Any) -> None:
         """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end."""
@@ -94,22 +100,21 @@ class Decisions:
     def finish(self, request: Any) -> None:
         """Note that a request of vLLM's has ended; a tapped one goes into the next stamp."""
         self._counts["finished"] += 1
-        name, law = request.request_id, request.sampling_params
-        if self._admission.tapped.pop(name, None) is None:
-            return
-        reason, seconds = str(request.get_finished_reason()), time.time() - request.arrival_time
-        told = {"name": name, "prompt_tokens": request.num_prompt_tokens, "tokens": request.num_tokens}
-        told |= {"finish_reason": reason, "seconds": seconds, "verification_steps": self._steps.pop(name)}
-        self._finished.append((list(request.all_token_ids), (law.temperature, law.top_p, max(law.top_k, 0)), told))
+        name, asked = request.request_id, request.sampling_params
+        if self._admission.tapped.pop(name, None) is not None:
+            reason, steps = str(request.get_finished_reason()), tuple(self._steps.pop(name))
+            finished = Finished(name, request.num_prompt_tokens, reason, steps)
+            sampling = asked.temperature, asked.top_p, max(asked.top_k, 0)
+            self._finished.append((list(request.all_token_ids), sampling, finished))
 
-    def _news(self, path: Any) -> Any:
-        """Return what a JSON file holds if it was replaced since the last call, else None."""
+    def _news(self, path: Path, kind: type[Record]) -> Record | None:
+        """Return what a file of the spool holds if it was replaced since the last call, else None."""
         with suppress(OSError, ValueError):  # the spool is gone, and somebody else may have taken its place
             self._spool.check()
-            seen = path.stat().st_mtime_ns
-            if seen != self._seen.get(path):
-                self._seen[path] = seen
-                return read_json(path)
+            before, file = self._seen.get(path), path.stat()
+            self._seen[path] = file.st_mtime_ns, file.st_ino  # the clock of a file system is coarse
+            if self._seen[path] != before:
+                return read_json(path, kind)
         return None
 
 
@@ -120,7 +125,7 @@ class HostScheduling(WatchedScheduler):
 
     def cotrain_start(self) -> None:
         self._cotrain_breaker = Breaker()
-        self._cotrain = self._cotrain_breaker.call(Decisions, self.cotrain_spool, self, self._cotrain_breaker)
+        self._cotrain = self._cotrain_breaker.call(Decisions, self.cotrain_spool, self)
 
     def _ask(self, decide: Callable[..., Any], *args: Any) -> Any:
         return None if self._cotrain is None else self._cotrain_breaker.call(decide, self._cotrain, *args)
@@ -131,7 +136,7 @@ class HostScheduling(WatchedScheduler):
 
     def cotrain_stamp(self, output: Any) -> Stamp | None:
         self._cotrain_length = output.num_spec_tokens_to_schedule
-        return self._ask(Decisions.stamp, output)
+        return self._ask(Decisions.stamp, output, self._cotrain_breaker.off)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Cut drafts to the length of the step. Model runner V2 drafts the most before vLLM 0.32, or if it cannot be watched."""

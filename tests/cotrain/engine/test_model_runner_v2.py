@@ -73,7 +73,7 @@ def propose(runner: Any, **options: Any) -> Any:
 def hooked(speculator: Any, length: int | None, reads_prompts: bool = False) -> tuple[Any, Any, list]:
     """The runner, the hook, and the rows that the tap was given."""
     runner, tapped = runner_with(speculator), []
-    hook = SpeculatorHook(runner, name_of=str)
+    hook = SpeculatorHook(runner, str)
     hook.tap = SimpleNamespace(is_recording=True, record=lambda *row: tapped.append(Rows(*row)))
     hook.draft_length, hook.reads_prompts = length, reads_prompts
     return runner, hook, tapped
@@ -116,7 +116,7 @@ def test_length_0_leaves_the_drafter_out_where_it_does_not_come_back(kind: type[
 
 def test_dummy_runs_are_vllms_alone() -> None:
     runner, hook, tapped = hooked(speculator := Speculator032(), 0)
-    hook.let_propose(lambda *args, **options: pytest.fail("it is called in a dummy run"))
+    hook.propose = lambda *args, **options: pytest.fail("it is called in a dummy run")
     names = ("attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled", "num_rejected")
     options = dict.fromkeys((*names, "last_sampled"))
     runner.speculator.propose(input_batch=batch(), **options, dummy_run=True)

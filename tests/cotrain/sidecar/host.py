@@ -6,7 +6,8 @@ It drafts with the drafter's real weights and accepts as rejection sampling does
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from cotrain.records import GainReport
 from cotrain.trainer.buffer import pack
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, write_records
-from cotrain.transport.spool import EngineFolder, Spool, read_json, write_json
+from cotrain.transport.spool import Description, EngineFolder, Finished, Offer, Spool, State, read_json, write_json
 from drafters.base import TargetSpec
 from drafters.build import load_drafter
 from drafters.losses import acceptances
@@ -47,16 +48,13 @@ class Host:
     """What a wave would have taken without speculation, which took 0.5 s."""
 
     def __post_init__(self) -> None:
-        join = self.spool.join(self.name, f"host of {self.name}", False)
-        self.engine: EngineFolder = join if self.process is None else self.spool.engine(self.name)
+        self.engine: EngineFolder = self.spool.join(self.name) if self.process is None else self.spool.engine(self.name)
         self.refused: dict[int, str] = {}
         self.taken: tuple[int, dict | None] = (0, None)
         self.drafter = load_drafter(self.spool.initial, TargetSpec.from_pretrained(self.target.folder))
         self.rng = torch.Generator().manual_seed(7)
         self.on = True
         self.new_policy(0)
-        facts = {"vllm": "0.32.0", "dtype": "float32", "pid": 1, "host": self.engine.host}
-        write_json(self.engine.facts, facts | {"attached": True, "reason": None})
         self.report()
 
     def new_policy(self, version: int, moves: bool = False) -> None:
@@ -69,32 +67,31 @@ class Host:
             os.link(known, file)
 
     def report(self) -> None:
-        state = {"policy_version": self.policy_version, "drafter_version": self.drafter_version}
-        state |= {"refused": self.refused, "generated_tokens": self.generated, "tapped": 1, "hooks_off": []}
-        state |= {"finished": self.finished, "dropped": self.left_out, "seconds": {"tap": 0.1}}
-        write_json(self.engine.state, state)
+        counts = Counter(finished=self.finished, tapped=1, generated_tokens=self.generated)
+        state = State(1, None, "0.32.0", "float32", self.policy_version, self.drafter_version, self.refused)
+        write_json(
+            self.engine.state, replace(state, dropped=Counter(self.left_out), seconds={"tap": 0.1}, counts=counts)
+        )
 
     @property
     def has_news(self) -> bool:
         """Does the trainer offer another drafter than the one that was taken last?"""
-        current = read_json(self.spool.current)
-        return current is not None and (current["version"], current.get("digests")) != self.taken
+        offer = read_json(self.spool.current, Offer)
+        return offer is not None and (offer.version, offer.digests) != self.taken
 
     def follow(self) -> None:
         """Before a step: what current.json says."""
-        current = read_json(self.spool.current)
-        if current is None:
+        offer = read_json(self.spool.current, Offer)
+        if offer is None:
             return
-        self.on = current["on"]
-        version = current["version"]
+        self.on = offer.on
         if self.has_news:
-            self.taken = version, current.get("digests")
-            if version in self.refuses:
-                self.refused[version] = "fc.weight has non-finite values"
+            self.taken = offer.version, offer.digests
+            if offer.version in self.refuses:
+                self.refused[offer.version] = "fc.weight has non-finite values"
             else:
-                self.drafter_version = version
-                tensors = load_file(current["path"])
-                self.drafter.load_state_dict(tensors, strict=False)
+                self.drafter_version = offer.version
+                self.drafter.load_state_dict(load_file(offer.path), strict=False)
 
     def wave(self, seed: int, prompts: int = 16, samples: int = 1, **sampling: float) -> float:
         """One shard of rollouts. Returns the acceptance length."""
@@ -106,18 +103,15 @@ class Host:
         told = [self._told(record, steps) for record, steps in zip(records, self._verified(records), strict=True)]
         self.generated += 20 * len(records)
         self.finished += len(records)
-        drafted = sum(len(one["verification_steps"]) for one in told)
+        drafted = sum(len(one.verification_steps) for one in told)
         gain = GainReport(seconds=0.5, seconds_without=self.seconds_without, longest_draft=K if self.on else 0)
-        window = {"gain": asdict(gain), "steps": [[K, 8, "steady", 10, 640, 0.5]]}
-        described = {"rollouts": told, "windows": [window]}
+        described = Description(told, [gain])
         assert self.engine.add_shard(partial(write_records, records=records), described, 0, 2**30) is None
         self.report()
-        return 1 + sum(a for one in told for _, a in one["verification_steps"]) / max(1, drafted)
+        return 1 + sum(a for one in told for _, a in one.verification_steps) / max(1, drafted)
 
-    def _told(self, record: FeatureRecord, steps: list[tuple[int, int]]) -> dict:
-        told = {"name": "r", "prompt_tokens": record.prompt_length, "tokens": record.num_tokens, "earlier": []}
-        told |= {"finish_reason": "length", "seconds": 1.0, "verification_steps": steps}
-        return told | {"versions": f"p{self.policy_version}-d{self.drafter_version}"}
+    def _told(self, record: FeatureRecord, steps: list[tuple[int, int]]) -> Finished:
+        return Finished("r", record.prompt_length, "length", tuple(steps))
 
     def _verified(self, records: list[FeatureRecord]) -> list[list[tuple[int, int]]]:
         """(drafted, accepted) of each verification step of each rollout; none while drafting is off."""
@@ -148,14 +142,13 @@ class Host:
 
 def living(spool: Spool, name: str) -> subprocess.Popen:
     """A process by whose life an engine lives, and which can be killed."""
-    code = "import sys; from cotrain.transport.spool import Spool; kept = Spool(sys.argv[1]).join(*sys.argv[2:], False)"
+    code = "import sys; from cotrain.transport.spool import Spool; kept = Spool(sys.argv[1]).join(sys.argv[2])"
     command = [
         sys.executable,
         "-c",
         f"{code}; print(flush=True); sys.stdin.read()",
         str(spool.folder),
         name,
-        f"host of {name}",
     ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline()

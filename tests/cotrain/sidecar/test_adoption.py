@@ -3,7 +3,6 @@
 import gc
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from cotrain.engine.host import adoption
 from cotrain.engine.host.adoption import MARK, NotAdopted, check_arguments, check_config, configured
 from cotrain.engine.interface import RUNNER, RUNNER_V2, SIDECAR_OF_RUNNER
 from cotrain.models.loading import resolve_model
-from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Spool
+from cotrain.transport.spool import VARIABLE, Spool, SpoolError
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -43,7 +42,6 @@ def log_is_set_up() -> None:
 def beside_trainer(log_is_set_up: None, spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv(HOST_VARIABLE, "first")
     monkeypatch.setenv(VARIABLE, str(spool.folder))
 
 
@@ -90,10 +88,10 @@ def test_without_a_living_trainer_no_engine_is_adopted(spool: Spool) -> None:
     with pytest.raises(NotAdopted, match=r"no sign of life: start it again"):
         check_arguments(arguments(), other)
     spool.abandon()
-    with pytest.raises(NotAdopted, match=r"settings\.json cannot be read.*start the trainer first"):
+    with pytest.raises(SpoolError, match=r"settings\.json cannot be read.*start the trainer first"):
         check_arguments(arguments(), other)
     spool.folder.chmod(0o755)
-    with pytest.raises(NotAdopted, match=r"is drwxr-xr-x of user \d+: it must be a folder, drwx------ of user \d+$"):
+    with pytest.raises(SpoolError, match=r"is drwxr-xr-x of user \d+: it must be a folder, drwx------ of user \d+$"):
         check_arguments(arguments(), other)
 
 
@@ -165,7 +163,7 @@ def test_an_adopted_engine_drafts_and_its_arguments_stay_the_hosts(spool: Spool)
 
 
 @pytest.mark.usefixtures("beside_trainer")
-@pytest.mark.parametrize("fault", ["variable", "drafter", "refused", "host", "hook", "ended"])
+@pytest.mark.parametrize("fault", ["variable", "drafter", "refused", "hook", "ended"])
 def test_every_other_engine_starts_as_its_host_asked(
     fault: str, spool: Spool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,11 +174,10 @@ def test_every_other_engine_starts_as_its_host_asked(
         "variable": lambda: monkeypatch.delenv(VARIABLE),
         "drafter": lambda: (spool.initial / "config.json").unlink(),
         "refused": lambda: spool.abandon(),
-        "host": lambda: others.append(spool.join("other", "other", alone=True)),
         "ended": lambda: monkeypatch.setattr(adoption, "check_config", lambda config: spool.remove()),
         "hook": lambda: monkeypatch.setattr(adoption, "check_config", broken),
     }
-    args, others = arguments(), []
+    args = arguments()
     caplog.set_level("INFO", adoption.log.name)
     monkeypatch.setattr(adoption.log, "handlers", [caplog.handler])  # vLLM's own logger may not hand lines on
     monkeypatch.setattr(adoption.log, "propagate", False)
@@ -195,19 +192,6 @@ def test_every_other_engine_starts_as_its_host_asked(
 def test_an_error_of_the_hosts_own_arguments_reaches_the_host(spool: Spool) -> None:
     with pytest.raises(ValueError, match="max_model_len"):
         configured(CREATE, arguments(max_model_len=10**6))
-
-
-@pytest.mark.usefixtures("beside_trainer")
-def test_a_spool_serves_one_host_or_as_many_as_it_says(spool: Spool) -> None:
-    living = spool.join("1", "other", alone=True)
-    assert not is_adopted(configured(CREATE, arguments()))
-    assert "another host uses" in spool.verdicts()[-1]["reason"]
-    settings = spool.settings()
-    spool.create(replace(settings, replicas=True))
-    assert is_adopted(configured(CREATE, arguments()))
-    spool.create(settings)
-    living.close()
-    assert is_adopted(configured(CREATE, arguments()))
 
 
 @pytest.mark.usefixtures("beside_trainer")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.sidecar.launch import host_environment, run_host, start_trainer, stop_trainer
-from cotrain.transport.spool import HOST_VARIABLE, VARIABLE, Settings, Spool
+from cotrain.sidecar.launch import run_host, start_trainer, stop_trainer
+from cotrain.transport.spool import VARIABLE, Settings, Spool
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = Settings("m", "/m", {}, (1,), 1.0, 1, False, False)
+SETTINGS = Settings("m", "/m", {}, (1,), 1.0, 1, False)
 
 COUNTING_HOST = """
 import pathlib, signal, sys, time
@@ -30,7 +30,7 @@ sys.exit(7)
 SUPERVISOR = """
 import sys
 from cotrain.sidecar.launch import run_host
-sys.exit(run_host([sys.executable, "-c", sys.argv[1], sys.argv[2]], {}, lambda: None))
+sys.exit(run_host([sys.executable, "-c", sys.argv[1], sys.argv[2]], "/spool"))
 """
 TRAINER = """
 import signal, sys, time
@@ -38,7 +38,7 @@ from cotrain.transport.spool import Settings, Spool
 signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(3))
 spool = Spool(sys.argv[1])
 spool.hold()
-spool.create(Settings("m", "/m", {}, (1,), 1.0, 1, False, False))
+spool.create(Settings("m", "/m", {}, (1,), 1.0, 1, False))
 time.sleep(60)
 """
 
@@ -54,21 +54,19 @@ def wait_for(path: Path) -> None:
     ("code", "status"), [("sys.exit(5)", 5), ("os.kill(os.getpid(), 9)", 137), ("print()", 0)], ids=str
 )
 def test_the_status_of_the_host_is_returned(code: str, status: int) -> None:
-    assert run_host([sys.executable, "-c", f"import os, sys; {code}"], {}, lambda: None) == status
+    assert run_host([sys.executable, "-c", f"import os, sys; {code}"], "/spool") == status
 
 
-def test_the_host_finds_the_spool_and_has_a_name(tmp_path: Path) -> None:
-    code = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['{VARIABLE}'] + os.environ['{HOST_VARIABLE}'])"
-    environment = host_environment(tmp_path)
-    assert run_host([sys.executable, "-c", code], environment, lambda: None) == 0
-    assert (tmp_path / "seen").read_text() == str(tmp_path) + environment[HOST_VARIABLE]
-    assert host_environment(tmp_path)[HOST_VARIABLE] != environment[HOST_VARIABLE]
+def test_the_host_finds_the_spool(tmp_path: Path) -> None:
+    code = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['{VARIABLE}'] + os.environ['MORE'])"
+    assert run_host([sys.executable, "-c", code], tmp_path, MORE="and more") == 0
+    assert (tmp_path / "seen").read_text() == f"{tmp_path}and more"
 
 
 def test_signals_are_as_they_were_afterwards() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with pytest.raises(ValueError, match="COMMAND: /no/such/command cannot be started: No such file"):
-        run_host(["/no/such/command"], {}, lambda: None)
+    with pytest.raises(OSError, match="No such file or directory: '/no/such/command'"):
+        run_host(["/no/such/command"], "/spool")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 

@@ -12,11 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.transport.spool import MARK, EngineFolder, Settings, Spool, read_json, remove_leftovers, write_json
+from cotrain.transport.spool import (
+    MARK,
+    Description,
+    EngineFolder,
+    Settings,
+    Spool,
+    State,
+    Verdict,
+    read_json,
+    remove_leftovers,
+    write_json,
+)
 
 SETTINGS = Settings(
     model="tiny:llama", model_path="/models/tiny", speculative_config={"method": "eagle3"}, aux_layers=(2, 4, 5), share=0.5,
-    max_bytes=100, adaptive=True, replicas=False,
+    max_bytes=100, adaptive=True,
 )  # fmt: skip
 
 PLAY = """
@@ -27,8 +38,8 @@ if sys.argv[2] == "trainer":
     spool.hold()
     spool.create(SETTINGS)
 else:
-    kept = spool.join(sys.argv[2], "its host", True)
-    write_json(kept.facts, {"attached": True})
+    kept = spool.join(sys.argv[2])
+    write_json(kept.state, State(1))
 print(spool.is_alive(), flush=True)
 sys.stdin.read()
 spool.remove()
@@ -79,7 +90,7 @@ def spool(tmp_path: Path) -> Spool:
 
 def shard(engine: EngineFolder, size: int) -> str | None:
     return engine.add_shard(
-        lambda path: path.write_bytes(bytes(size)) and None, {"size": size}, size, SETTINGS.max_bytes
+        lambda path: path.write_bytes(bytes(size)) and None, Description([], []), size, SETTINGS.max_bytes
     )
 
 
@@ -93,10 +104,10 @@ def test_settings_are_read_as_they_were_written(spool: Spool) -> None:
 
 def test_what_is_written_is_for_this_user_alone(spool: Spool) -> None:
     os.umask(os.umask(0))
-    engine = spool.join("1", "host", True)
+    engine = spool.join("1")
     assert shard(engine, 10) is None
-    write_json(engine.facts, {"attached": True})
-    spool.add_verdict({"model": "m", "pid": 1, "reason": None})
+    write_json(engine.state, State(1))
+    spool.add_verdict(Verdict("m", 1))
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [spool.folder, *spool.folder.rglob("*")]}
     locks = {spool.folder / MARK}  # there is nothing in it
     assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
@@ -145,7 +156,7 @@ def test_a_folder_of_somebody_else_is_refused_and_stays(make: Callable[[Path], N
 def test_no_engine_trusts_a_spool_that_is_not_of_its_user_alone(
     how: str, spool: Spool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine = spool.join("1", "host", True)
+    engine = spool.join("1")
     if how == "link":
         (tmp_path / "link").symlink_to(spool.folder)
         spool = Spool(tmp_path / "link")
@@ -158,8 +169,8 @@ def test_no_engine_trusts_a_spool_that_is_not_of_its_user_alone(
     files = sorted(spool.folder.rglob("*"))
     for use in (
         spool.settings,
-        lambda: spool.join("2", "host", True),
-        lambda: spool.add_verdict({"model": "m", "pid": 1, "reason": None}),
+        lambda: spool.join("2"),
+        lambda: spool.add_verdict(Verdict("m", 1)),
     ):
         with pytest.raises(
             ValueError, match=r"is (l|drwx)\S+ of user \d+: it must be a folder, drwx------ of user \d+"
@@ -195,7 +206,7 @@ def test_of_two_trainers_that_start_together_one_works_and_stays_alone(play, tmp
     ready = [trainer for trainer in started if trainer.is_ready()]
     assert len(ready) == 1
     for trainer in set(started) - set(ready):
-        assert "ValueError" in trainer.communicate()[1]
+        assert "SpoolError" in trainer.communicate()[1]
     assert Spool(tmp_path / "spool").is_alive()
     with pytest.raises(ValueError, match="another trainer uses"):
         Spool(tmp_path / "spool").hold()
@@ -223,7 +234,7 @@ def test_a_killed_trainer_is_noticed_and_the_next_one_takes_over(before: tuple[s
     spool.create(SETTINGS)
     assert spool.is_alive() and shard(spool.engine("lives"), 10) is None
     spool.remove()
-    assert not text_in(folder) and spool.engine("lives").facts.exists() and not spool.is_alive()
+    assert not text_in(folder) and spool.engine("lives").state.exists() and not spool.is_alive()
     lives.kill_it()
     remove_leftovers(tmp_path)
     assert not any(tmp_path.iterdir())
@@ -234,7 +245,7 @@ def test_leftovers_are_removed_and_nothing_else(spool: Spool, tmp_path: Path) ->
     for name, owner in (("killed", os.geteuid()), ("others", os.geteuid() + 1)):
         left = Spool(tmp_path / name)
         left.hold()
-        assert shard(left.join("1", "host", True), 10) is None
+        assert shard(left.join("1"), 10) is None
         (left.folder / "mine.txt").write_text("not cotrain's")
         os.chown(left.folder, owner, -1) if os.geteuid() == 0 else None
         del left  # which releases its locks, as the death of a process does
@@ -246,7 +257,7 @@ def test_leftovers_are_removed_and_nothing_else(spool: Spool, tmp_path: Path) ->
 
 def test_files_of_others_stay_when_a_trainer_ends(spool: Spool) -> None:
     (spool.folder / "mine.txt").write_text("1")
-    engine = spool.join("1", "host", True)
+    engine = spool.join("1")
     (engine.folder.parent / "mine.txt").write_text("1")
     engine.close()
     spool.remove()
@@ -254,23 +265,11 @@ def test_files_of_others_stay_when_a_trainer_ends(spool: Spool) -> None:
     assert [path.name for path in left] == ["mine.txt", "mine.txt"]
 
 
-def test_a_spool_has_one_host_until_its_engines_have_ended(play, spool: Spool) -> None:
-    engine = play("1")
-    assert engine.is_ready()
-    assert spool.join("2", "its host", alone=True).is_held
-    with pytest.raises(ValueError, match=r"another host uses .*replicas=true"):
-        spool.join("3", "another", alone=True)
-    assert spool.join("4", "another", alone=False).is_held
-    engine.kill_it()
-    assert not spool.engine("1").is_held and not spool.engine("3").is_held
-    assert spool.join("3", "another", alone=True).is_held
-
-
 def test_unread_shards_and_heads_of_all_engines_are_bounded(spool: Spool) -> None:
-    first, second = (spool.join(name, "host", True) for name in "12")
+    first, second = (spool.join(name) for name in "12")
     assert [shard(first, 50), shard(second, 30), shard(second, 30)] == [None, None, "spool full"]
     (oldest,) = first.shards()
-    assert read_json(oldest.with_suffix(".json")) == {"size": 50}
+    assert oldest.stat().st_size == 50 and read_json(oldest.with_suffix(".json"), Description) == Description([], [])
     (second.policies / "0.safetensors").write_bytes(bytes(15))
     assert [shard(second, 10), shard(second, 5)] == ["spool full", None]
     oldest.unlink()
@@ -279,13 +278,13 @@ def test_unread_shards_and_heads_of_all_engines_are_bounded(spool: Spool) -> Non
 
 
 def test_a_shard_that_cannot_be_written_leaves_nothing(spool: Spool) -> None:
-    engine = spool.join("1", "host", True)
+    engine = spool.join("1")
 
     def full_disk(path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    assert engine.add_shard(full_disk, {}, 4, SETTINGS.max_bytes) == "cannot be written"
+    assert engine.add_shard(full_disk, Description([], []), 4, SETTINGS.max_bytes) == "cannot be written"
     assert not list(engine.features.iterdir())
     (engine.features / "notes.json").write_text("{}")
     assert engine.shards() == [], "another program's"
@@ -295,7 +294,7 @@ def test_a_shard_that_cannot_be_written_leaves_nothing(spool: Spool) -> None:
 
 def test_verdicts_are_read_in_the_order_in_which_they_came(spool: Spool) -> None:
     assert spool.verdicts() == []
-    given = [{"model": name, "pid": 1, "reason": None} for name in ("b", "a")]
+    given = [Verdict(name, 1) for name in ("b", "a")]
     for verdict in given:
         spool.add_verdict(verdict)
     assert spool.verdicts() == given
