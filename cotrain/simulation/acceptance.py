@@ -24,6 +24,16 @@ class Acceptance:
                     f"accept {[*curve]}: give P(at least 1, 2, ... accepted), from 0 to 1 and never rising"
                 )
 
+    @classmethod
+    def from_length(cls, length: float, k: int) -> "Acceptance":
+        """Accept draft position i, given those before it, with probability min(1, a 0.97^(i-1)), where a gives k draft tokens this
+        acceptance length. Raises ValueError for a length outside 1 to k + 1."""
+        if not 1 <= length <= k + 1:
+            raise ValueError(f"acceptance_length [{length}, {k}]: {k} draft tokens give 1 to {k + 1}")
+        rates = np.linspace(0.0, 0.97 ** (1 - k), 2001)[:, None] * 0.97 ** np.arange(k)
+        curves = np.minimum(1.0, rates).cumprod(1)
+        return cls([float(np.interp(length - 1, curves.sum(1), curve)) for curve in curves.T])
+
     def length(self, k: int) -> float:
         """Tokens that a verification step of k draft tokens emits on average."""
         return 1.0 + float(_extended(self._survival, k).sum())

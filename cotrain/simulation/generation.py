@@ -7,14 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.step_time import Array, MeasuredCells
+from cotrain.simulation.roofline import StepTimes
+from cotrain.simulation.step_time import Array
 
 Ints = NDArray[np.int64]
 
 
-def generate(
-    cost: MeasuredCells, acceptance: Acceptance, k: Sequence[int], queues: Ints, prompt_tokens: float
-) -> Array:
+def generate(cost: StepTimes, acceptance: Acceptance, k: Sequence[int], queues: Ints, prompt_tokens: float) -> Array:
     """Return [engines] seconds until each engine has ended.
 
     k: draft tokens by batch size, from 0 to the number of slots. queues: [engines, responses] tokens of responses in the order
@@ -24,8 +23,8 @@ def generate(
     next request, whose prompt is computed first. Without drafts nothing is approximate.
     """
     sizes, drafted, queues = np.arange(1, len(k)).astype(float), np.array(k), np.pad(queues, ((0, 0), (0, 1)))
-    times = {n: cost.base(n, sizes) for n in set(k)}
-    base = np.array([0.0, *(times[n][i] for i, n in enumerate(k[1:]))])
+    bases = {n: np.append(0.0, cost.base(n, sizes)) for n in set(k)}
+    base, slope = np.array([bases[n][size] for size, n in enumerate(k)]), np.array([cost.slope(n) for n in k])
     starts, emitted, beyond = acceptance.progress(max(k))
     bounds, prefill = np.append(starts[1:], np.inf), cache(lambda prompts: cost.prefill(prompts * prompt_tokens))
     clock, begun = np.zeros(len(queues)), np.zeros(len(queues), int)
@@ -46,6 +45,7 @@ def generate(
         needed = np.where(running, np.maximum(stops - done, 0.0) / emitted[at], np.inf)
         steps = np.where(batch > 0, needed.min(1), 0.0)
         advance = np.where(running, emitted[at] * steps[:, None], 0.0)
-        clock = clock + steps * base[batch] + [prefill(prompts) for prompts in admitted.tolist()]
+        read = steps * (running * (prompt_tokens + done)).sum(1) + advance.sum(1) * (steps - 1) / 2
+        clock = clock + steps * base[batch] + read * slope[batch] + [prefill(prompts) for prompts in admitted.tolist()]
         done = np.where(needed <= steps[:, None], stops, done + advance)
         lengths = np.where(done < ends, lengths, 0)

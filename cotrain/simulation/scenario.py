@@ -9,8 +9,9 @@ import numpy as np
 
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.generation import Ints, generate
-from cotrain.simulation.step_time import Array, MeasuredCells
-from cotrain.simulation.system import System
+from cotrain.simulation.roofline import StepTimes
+from cotrain.simulation.step_time import Array
+from cotrain.simulation.system import RooflineCost, System
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Scenario:
         return Scenario(self.system.model_copy(update={"drafter": None}))
 
     @cached_property
-    def cost(self) -> MeasuredCells:
+    def cost(self) -> StepTimes:
         return self.system.cost.step_times()
 
     @cached_property
@@ -41,7 +42,7 @@ class Scenario:
 
         Prompts go to the engines in turn, with all their responses.
         """
-        steps, engines = self.system.workload.groups, self.system.system.engines
+        steps, engines = self.system.workload.lengths(), self.system.system.engines
         shares = ([*chain(*groups[engine::engines])] for groups in steps for engine in range(engines))
         return np.array([*zip_longest(*shares, fillvalue=0)]).T
 
@@ -51,8 +52,10 @@ class Scenario:
         return np.arange(min(self.system.system.max_num_seqs, self.queues.shape[1])) + 1
 
     def step_time(self, k: int) -> Array:
-        """[batches] seconds of a decode step."""
-        return self.cost.base(k, self.batches.astype(float))
+        """[batches] seconds of a decode step of requests whose context is the mean over all tokens generated."""
+        lengths = self.queues.astype(float)
+        context = self.system.workload.prompt_tokens + float((lengths**2).sum() / lengths.sum()) / 2
+        return self.cost.base(k, self.batches.astype(float)) + self.cost.slope(k) * self.batches * context
 
     @cached_property
     def draft_lengths(self) -> list[int]:
@@ -63,6 +66,12 @@ class Scenario:
         speeds = [self.acceptance.length(k) / self.step_time(k) for k in range(drafter.k + 1)]
         best = np.argmax(speeds, axis=0).tolist()
         return [best[0], *best]
+
+    @property
+    def envelope(self) -> bool:
+        """Do times of steps with drafts come from a roofline that was not adjusted to measured steps with drafts this long?"""
+        cost, drafts = self.system.cost, self.system.drafter is not None
+        return drafts and isinstance(cost, RooflineCost) and max(1, *self.draft_lengths) > max((0, *cost.drafted_k))
 
     @property
     def extrapolated(self) -> list[int]:

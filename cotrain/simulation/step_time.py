@@ -47,6 +47,10 @@ class MeasuredCells:
             seconds += max(0.0, slope) * np.maximum(batch - sizes[-1], 0.0)
         return seconds
 
+    def slope(self, k: int) -> float:
+        """Further seconds per token of context, of all requests together. Measurements do not tell them apart."""
+        return 0.0
+
     def prefill(self, num_tokens: float) -> float:
         """Seconds that computing so many prompt tokens adds to decode steps."""
         return num_tokens / self._prefill_tokens_per_s if self._prefill_tokens_per_s else 0.0

@@ -10,11 +10,11 @@ from pipelines.page.record import find
 from pipelines.simulate.report import report
 
 EPILOG = """\
-  cotrain simulate configs/simulate/cpu.toml drafter.k=2     a system that is described, with another k
-  cotrain simulate --run quickstart k=1                      a finished run, with another k
-  cotrain simulate --run quickstart --check                  predict the run itself; status 1 if that is off
+  cotrain simulate configs/simulate/h100_node.toml drafter.k=2     a system that is described, with another k
+  cotrain simulate --run quickstart k=1                            a finished run, with another k
+  cotrain simulate --run quickstart --check                        predict the run itself; status 1 if that is off
 
-Only measured steps tell what drafts cost. See docs/guide/simulator.md.
+Only measured steps tell what drafts cost: a roofline that was adjusted to none gives no verdict. See docs/guide/simulator.md.
 
 Fields of a system
 ==================
@@ -30,12 +30,12 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG + help_text(root=System) if {"-h", "--help"} & set(arguments) else None,
     )
-    parser.add_argument("system", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")
+    parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")
     parser.add_argument("--run", metavar="RUN", help="take the system from a finished run: a folder or a name")
     parser.add_argument("--check", action="store_true", help="with --run: predict the run itself from what it measured")
     options = parser.parse_intermixed_args(arguments)
-    files = [text for text in options.system if "=" not in text or text.endswith(".toml")]
-    overrides = [text for text in options.system if text not in files]
+    files = [text for text in options.given if "=" not in text or text.endswith(".toml")]
+    overrides = [text for text in options.given if text not in files]
     if len(files) + (options.run is not None) != 1:
         raise ConfigError(["SYSTEM.toml: give one system, for example configs/simulate/cpu.toml, or --run RUN"])
     from pipelines.simulate.run_base import BOUND, compared, run_system

@@ -6,19 +6,20 @@ from textwrap import fill
 from tabulate import tabulate
 
 from cotrain.simulation.scenario import Scenario
+from cotrain.simulation.system import RooflineCost
 
-ERRORS = (-0.04, 0.20)
-"""Least and most relative error of the speed-ups of generation in docs/measurements/simulator.md."""
+BLIND, MEASURED = (0.35, 2.0), (-0.04, 0.20)
+"""Least and most relative errors of the speed-ups of generation in docs/measurements/simulator.md: without a measured step with drafts, and
+with some."""
 
 
 def report(s: Scenario) -> str:
     """Answer all questions about a system."""
-    engines, queues, steps = s.system.system, s.queues[s.queues > 0], len(s.system.workload.groups)
-    beyond = f", EXTRAPOLATED at batch {s.extrapolated[0]} to {s.extrapolated[-1]}" if s.extrapolated else ""
+    engines, queues, steps = s.system.system, s.queues[s.queues > 0], len(s.system.workload.lengths())
     lines = [
         f"{len(queues) / steps:.0f} responses of {queues.mean():.0f} tokens, {engines.engines} engines of at most "
         f"{len(s.batches)} requests, {f'lag {engines.lag}' if engines.lag else 'synchronous'}",
-        f"step times: measured{beyond}\n",
+        f"step times: {_how_known(s)}\n",
         tabulate([_row(s.plain), _row(s)], ("arm", "generation s", "x", "step s", "x"), disable_numparse=True) + "\n",
     ]
     answers = [*(_speculation(s) if s.system.drafter and s.system.drafter.k else ()), _step(s)]
@@ -26,26 +27,34 @@ def report(s: Scenario) -> str:
 
 
 def _row(s: Scenario) -> list[str]:
-    drafter, k = s.system.drafter, max(s.draft_lengths)
+    """An envelope has two digits."""
+    drafter, k, digits = s.system.drafter, max(s.draft_lengths), 2 if s.envelope else 3
     arm = "no speculation" if not drafter else f"k<={k} by batch" if drafter.adaptive else f"k={k}"
     numbers = s.generation, s.plain.generation / s.generation, s.step(), s.plain.step() / s.step()
-    return [arm, *map(_digits, numbers)]
+    return [arm, *(f"{float(f'{number:.{digits}g}'):g}" for number in numbers)]
 
 
-def _digits(number: float) -> str:
-    return f"{float(f'{number:.3g}'):g}"
+def _how_known(s: Scenario) -> str:
+    cost, beyond = s.system.cost, s.extrapolated
+    known = "a roofline" if isinstance(cost, RooflineCost) else "measured"
+    if isinstance(cost, RooflineCost) and cost.drafted_k:
+        known += f" adjusted to measured steps with k = {', '.join(map(str, cost.drafted_k))}"
+    known += ", an envelope: no measured step with such drafts" * s.envelope
+    return f"{known}, EXTRAPOLATED at batch {beyond[0]} to {beyond[-1]}" if beyond else known
 
 
 def _speculation(s: Scenario) -> Iterator[tuple[str, str]]:
     k, gain, whole = max(s.draft_lengths), s.speedup, s.plain.step() / s.step()
-    x, (low, high) = "{:.2f}x".format, ERRORS
-    verdict = "no" if min(gain, whole) <= 1 else "yes" if gain > 1 + high else "not certain"
+    x, (low, high) = ("{:.1f}x".format, BLIND) if s.envelope else ("{:.2f}x".format, MEASURED)
+    verdict = "not known" if s.envelope else "yes" if gain > 1 + high else "not certain"
+    verdict = "no" if min(gain, whole) <= 1 else verdict
     yield "worth it?", f"{verdict}: {x(gain)} for generation, {x(whole)} for whole steps"
-    span = f"generation {x(gain / (1 + high))} to {x(gain / (1 + low))}"
-    yield "how sure?", f"predictions from measured steps were {low:+.0%} to {high:+.0%} off: {span}"
+    said = f"predictions with{'out' * s.envelope} measured steps with such drafts were {low:+.0%} to {high:+.0%} off"
+    yield "how sure?", f"{said}: generation {x(gain / (1 + high))} to {x(gain / (1 + low))}"
     fixed = {n: s.changed("drafter", k=n, adaptive=False) for n in range(1, max(7, k) + 1)}
     fixed = {n: each for n, each in fixed.items() if n <= k or len(each.extrapolated) < len(s.batches)}
-    each = ", ".join(f"{n} {x(f.speedup)}{' extrapolated' * bool(f.extrapolated)}" for n, f in fixed.items())
+    unknown = {n for n, each in fixed.items() if each.extrapolated or each.envelope > s.envelope}
+    each = ", ".join(f"{n} {x(fixed[n].speedup)}{' extrapolated' * (n in unknown)}" for n in fixed)
     lengths = s.changed("drafter", k=max(fixed), adaptive=True).draft_lengths
     by_batch = ", ".join(f"{lengths[b] or 'off'} from {b}" for b in s.batches if b == 1 or lengths[b] != lengths[b - 1])
     yield "which k?", f"{max(fixed, key=lambda n: fixed[n].speedup)} of fixed ones ({each}); by batch size: {by_batch}"
@@ -59,7 +68,8 @@ def _step(s: Scenario) -> tuple[str, str]:
     generation, learning = s.plain.generation, s.plain.learning
     if not learning:
         return "whole step", "generation alone: the system has no learner_seconds"
-    times = [f"{_digits(each.step(lag))} s" for lag in (0, 1) for each in (s.plain, s)]
+    seconds = [f"{each.step(lag):.{2 if s.envelope else 3}g}" for lag in (0, 1) for each in (s.plain, s)]
+    times = [f"{float(text):g} s" for text in seconds]
     limit = f"from a speed-up of {generation / learning:.2f}x on" if generation > learning else "at any speed"
     said = f"without lag {times[0]}, with speculation {times[1]}, and no drafter gives more than"
     said += f" {1 + generation / learning:.2f}x; with lag, on machines of their own, {times[2]} and {times[3]}"

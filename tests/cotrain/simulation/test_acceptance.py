@@ -6,6 +6,21 @@ import pytest
 from cotrain.simulation.acceptance import Acceptance
 
 
+@pytest.mark.parametrize(("length", "k"), [(1.0, 1), (1.5, 1), (2.0, 1), (2.08, 3), (4.0, 3), (1.0, 5), (7.9, 7)])
+def test_from_length_has_that_length_and_falls(length: float, k: int) -> None:
+    acceptance = Acceptance.from_length(length, k)
+    assert acceptance.length(k) == pytest.approx(length, abs=1e-9)
+    gains = np.diff([acceptance.length(n) for n in range(k + 1)])
+    assert (np.diff(gains) <= 1e-12).all() and gains[0] <= 1
+
+
+def test_other_draft_lengths_are_told_from_one() -> None:
+    """Qwen3-8B with EAGLE-3 and k = 3, 5, 7 of arXiv 2604.26779, Zero and Think."""
+    for lengths in ([3.32, 4.35, 5.06], [2.77, 3.23, 3.48]):
+        found = [Acceptance.from_length(lengths[0], 3).length(k) for k in (3, 5, 7)]
+        assert found == pytest.approx(lengths, rel=0.05)
+
+
 def test_beyond_the_known_positions_the_last_rate_goes_on() -> None:
     assert Acceptance([0.8, 0.4]).length(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1)
     assert Acceptance([0.5]).length(3) == pytest.approx(1.875)
@@ -34,7 +49,10 @@ def test_impossible_survival_is_refused(survival: list[float]) -> None:
             Acceptance(*arguments)
 
 
-def test_impossible_depths_are_refused() -> None:
+def test_impossible_depths_and_lengths_are_refused() -> None:
     for depths in ((5, 5), (9, 5), (-1,)):
         with pytest.raises(ValueError, match="rising order"):
             Acceptance([0.5], [(start, [0.5]) for start in depths])
+    for length in (0.9, 4.1):
+        with pytest.raises(ValueError, match="3 draft tokens give 1 to 4"):
+            Acceptance.from_length(length, 3)

@@ -15,22 +15,27 @@ from cotrain.simulation.step_time import Array, MeasuredCells
 class Linear(MeasuredCells):
     """Seconds that are linear in everything."""
 
-    def __init__(self, step: float = 1.0, row: float = 0.0, draft: float = 0.0, prompt: float = 0.0):
-        self._step, self._row, self._draft, self._prompt = step, row, draft, prompt
+    def __init__(
+        self, step: float = 1.0, row: float = 0.0, draft: float = 0.0, token: float = 0.0, prompt: float = 0.0
+    ):
+        self._step, self._row, self._draft, self._token, self._prompt = step, row, draft, token, prompt
 
     def base(self, k: int, batch: Array) -> Array:
         return self._step + self._row * batch * (k + 1) + self._draft * k
+
+    def slope(self, k: int) -> float:
+        return self._token * (1 + k / 8)
 
     def prefill(self, num_tokens: float) -> float:
         return self._prompt * num_tokens
 
 
-USUAL = {"step": 1e-2, "row": 1e-4, "draft": 1e-3, "prompt": 1e-5}
+USUAL = {"step": 1e-2, "row": 1e-4, "draft": 1e-3, "token": 1e-7, "prompt": 1e-5}
 FREE = Linear()
-"""Every step takes a second, whatever it drafts and verifies."""
+"""Every step takes a second, whatever it drafts, verifies and reads."""
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5.5, 1, 48), 1, 2000).astype(int).tolist()
-NEVER, ALWAYS, HALF = Acceptance([0.0]), Acceptance([1.0]), Acceptance([0.7, 0.48, 0.32])
+NEVER, ALWAYS, HALF = Acceptance([0.0]), Acceptance([1.0]), Acceptance.from_length(2.5, 3)
 BY_DEPTH = Acceptance([0.5], [(0, [0.9, 0.8]), (64, [0.5]), (300, [0.0])])
 
 
@@ -58,6 +63,7 @@ def step_by_step(k: Sequence[int], acceptance: Acceptance, lengths: Sequence[int
         running += new
         drafts = k[len(running)]
         clock += cost.prefill(prompt * len(new)) + float(cost.base(drafts, np.array(float(len(running)))))
+        clock += cost.slope(drafts) * sum(prompt + done[i] for i in running)
         for i in running:
             number, depth = random.random(), np.searchsorted(starts, done[i], side="right") - 1
             done[i] = min(lengths[i], done[i] + 1 + int((number < curves[:drafts, depth]).sum()))
@@ -87,6 +93,14 @@ def test_responses_of_the_same_few_tokens_are_predicted_somewhat_too_fast(tokens
     """The stated limit: that by chance some need more steps than others is left out. Last steps beyond an end are not."""
     expected = np.mean([step_by_step([3] * 9, HALF, [tokens] * 24, 0, seed) for seed in range(40)])
     assert 1 - error < seconds(3, HALF, 8, lengths=[tokens] * 24, prompt=0) / expected < 1
+
+
+def test_a_step_reads_the_context_once_however_many_tokens_it_verifies() -> None:
+    """By hand: steps read 10 + 10, then 11 tokens."""
+    reads = Linear(step=0.0, token=1.0)
+    assert seconds(cost=reads, lengths=[2, 1], prompt=10) == 31
+    long = [seconds(k, ALWAYS, cost=reads, lengths=[4000], prompt=0) for k in (0, 1)]
+    assert long[1] == pytest.approx(long[0] / 2 * 9 / 8, rel=1e-3)
 
 
 @pytest.mark.parametrize("slots", [2, 8, 64])

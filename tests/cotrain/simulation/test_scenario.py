@@ -1,19 +1,21 @@
 """A system as a file describes it, and both of its arms."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cotrain.config.errors import ConfigError
+from cotrain.config.errors import ConfigError, validated
 from cotrain.simulation.scenario import Scenario
-from cotrain.simulation.system import load_system
+from cotrain.simulation.system import WorkloadConfig, load_system
 
+CONFIGS = Path(__file__).parents[3] / "configs" / "simulate"
 CELLS = [[k, n, 20 + 4 * k + 0.4 * n * (k + 1)] for k in (0, 1, 3) for n in (1, 8, 32)]
 GROUPS = [[[40 + 31 * (7 * prompt + 3 * sample) % 400 for sample in range(4)] for prompt in range(12)]]
 TABLE: dict[str, Any] = {
     "system": {"engines": 3, "max_num_seqs": 16},
-    "cost": {"cells": CELLS},
+    "cost": {"type": "cells", "cells": CELLS},
     "workload": {"groups": GROUPS},
     "drafter": {"accept": [0.8, 0.6, 0.4], "k": 3},
 }
@@ -21,6 +23,10 @@ TABLE: dict[str, Any] = {
 
 def scenario(*overrides: str) -> Scenario:
     return Scenario(load_system(TABLE, overrides))
+
+
+def paper(*overrides: str) -> Scenario:
+    return Scenario(load_system(CONFIGS / "paper_8b.toml", overrides))
 
 
 def problems(base: Any, *overrides: str) -> list[str]:
@@ -63,27 +69,54 @@ def test_drafter_training_that_a_step_waits_for_is_paid_by_the_arm_alone() -> No
 
 
 def test_adaptive_lengths_are_never_slower_than_a_fixed_one() -> None:
-    fixed = [scenario(f"drafter.k={k}").generation for k in range(8)]
-    assert scenario("drafter.k=7", "drafter.adaptive=true").generation <= min(fixed) * 1.001 < fixed[0]
+    for make in (scenario, paper):
+        fixed = [make(f"drafter.k={k}").generation for k in range(8)]
+        assert make("drafter.k=7", "drafter.adaptive=true").generation <= min(fixed) * 1.001 < fixed[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "envelope"),
+    [
+        (["system.engines=8", "drafter.k=2"], False),
+        (["drafter.k=7"], True),
+        (["cost.drafted_k=[3]", "drafter.k=5"], True),
+        (["cost.drafted_k=[]"], True),
+        (["cost.drafted_k=[]", "drafter.adaptive=true", "drafter.accept=[0.01]"], True),
+        (["cost.drafted_k=[]", "drafter=none"], False),
+    ],
+)
+def test_a_roofline_is_an_envelope_beyond_the_drafts_it_was_adjusted_to(overrides: list[str], envelope: bool) -> None:
+    assert paper(*overrides).envelope == envelope and not scenario().envelope
+
+
+def test_another_system_than_was_measured_is_refused_until_it_says_so() -> None:
+    [line] = problems(CONFIGS / "paper_8b.toml", "cost.gpu=h100-sxm", "cost.drafter=mtp")
+    assert line.startswith("cost.drafter, cost.gpu: cost.drafted_k was measured with another; give cost.drafted_k=[]")
+    other = paper("cost.gpu=h100-sxm", "cost.drafted_k=[]", "cost.host_draft_ms=none")
+    assert other.envelope and other.generation > paper().generation
 
 
 def test_all_problems_come_at_once_and_name_the_field() -> None:
-    wrong = ["cost.type=roofline", "drafter.accept=[0.5, 0.6]", "workload.groups=[]", "system.slots=2"]
-    found = problems(TABLE, *wrong)
+    wrong = ["cost.gpu=gb20", "cost.model=Qwen/Qwen3-9B", "drafter.accept=[0.5, 0.6]", "workload.mean_length=none"]
+    found = problems(CONFIGS / "paper_8b.toml", *wrong, "system.slots=2")
     assert sorted(line.split(":")[0] for line in found) == [
-        *("cost.cells", "cost.type", "drafter", "system.slots", "workload.groups"),
+        *("cost.gpu", "cost.model", "drafter", "system.slots", "workload"),
     ]
     text = "\n".join(found)
-    for part in ("must be 'cells'", "never rising", "unknown field"):
+    for part in ("did you mean gb200?", "Llama-3.1-8B", "never rising", "give mean_length", "unknown field"):
         assert part in text
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["workload.mean_length=80"], "workload.mean_length: unknown field"),
+        (
+            ["workload.sigma=0.5", "workload.responses=8"],
+            "workload: responses, sigma would have no effect beside groups",
+        ),
         (["cost.gpu=gb200"], "cost.gpu: unknown field"),
-        (["drafter.acceptance_length=[2.0, 3]"], "drafter.acceptance_length: unknown field"),
+        (["drafter.acceptance_length=[2.0, 3]"], "drafter: give either accept, and by_depth"),
+        (["drafter.accept=none"], "drafter: give either accept, and by_depth"),
         (["cost.cells=[[0, 0, 1.0], [0, 1, 0]]"], "cost.cells: must"),
         (["cost.cells=[]"], "cost.cells: "),
     ],
@@ -92,7 +125,23 @@ def test_fields_that_do_not_go_together_are_refused(overrides: list[str], line: 
     assert problems(TABLE, *overrides)[0].startswith(line)
 
 
+def test_weights_that_do_not_fit_are_refused_with_the_fix() -> None:
+    large = ["cost.model=Qwen3-235B-A22B", "cost.drafted_k=[]"]
+    [line] = problems(CONFIGS / "paper_8b.toml", *large)
+    assert line.startswith("cost: a GPU has 469 GB of weights, more than a gb200 holds; raise tensor_parallel")
+    assert paper(*large, "cost.tensor_parallel=8").generation > 0
+
+
 def test_a_cell_that_was_measured_again_is_its_median_and_what_lies_beyond_is_known() -> None:
     again = scenario("cost.cells=[[0, 1, 10], [0, 1, 90], [0, 1, 12], [3, 1, 14]]", "system.max_num_seqs=2")
     assert again.cost.base(0, np.ones(1)) == pytest.approx(12e-3)
     assert again.extrapolated == [2] and scenario().extrapolated == []
+
+
+def test_drawn_lengths_have_the_stated_mean_and_spread_and_follow_the_seed() -> None:
+    work = validated(WorkloadConfig, {"responses": 20_000, "mean_length": 5000, "sigma": 0.8, "limit": 10**9})
+    [step], other = work.lengths(), work.lengths(1)
+    lengths = np.ravel(step)
+    assert lengths.mean() == pytest.approx(5000, rel=0.03) and np.log(lengths).std() == pytest.approx(0.8, rel=0.02)
+    assert work.lengths() == [step] != other
+    assert np.max(validated(WorkloadConfig, {"mean_length": 5000, "limit": 300}).lengths()) == 300

@@ -1,0 +1,89 @@
+"""The roofline: its limits, what must not make a step slower, and its data. Figures of real systems: test_validation.py."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cotrain.simulation.roofline import Hardware, Model, Roofline, entries, known
+
+GPUS, MODELS = entries("hardware"), entries("models")
+H100, GB200, SMALL = GPUS["h100-sxm"], GPUS["gb200"], MODELS["Qwen3-8B"]
+BATCH = np.array([1.0, 4.0, 16.0, 64.0, 256.0])
+
+
+def roofline(gpu: Hardware = H100, policy: Model = SMALL, kind: str = "eagle3", **fields: float) -> Roofline:
+    return Roofline(gpu, policy, policy.drafter(kind), **fields)
+
+
+@pytest.mark.parametrize("policy", [SMALL, MODELS["Qwen3-30B-A3B"]], ids=["dense", "experts"])
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_a_step_is_never_faster_than_the_data_sheet_allows(gpu: Hardware, policy: Model) -> None:
+    """Weights that are read once, operations of all rows, the cache of the context; and it is not slow without a cause."""
+    cost, tokens = roofline(gpu, policy), 1000.0 * BATCH
+    active = policy.parameters(policy.experts_per_token)
+    for k in (0, 3):
+        step = cost.base(k, BATCH) + cost.slope(k) * tokens
+        moving = (2 * active + policy.kv_bytes * tokens) / gpu.memory_bandwidth
+        computing = 2 * active * BATCH * (k + 1) / gpu.flops
+        assert (step > np.maximum(moving, computing)).all()
+    assert 1 < cost.prefill(8192) / (2 * active * 8192 / gpu.flops) < 3
+    assert cost.base(0, BATCH)[0] < 1.6 * (2 * active / gpu.memory_bandwidth) + 5e-3
+
+
+def test_where_only_the_host_takes_time_the_ratio_follows_from_its_two_constants() -> None:
+    cost = roofline(replace(H100, host_step_s=4000.0, host_draft_s=1500.0))
+    for k in (1, 3, 7):
+        assert cost.base(k, BATCH) / cost.base(0, BATCH) == pytest.approx(1 + k * 1500 / 4000, rel=1e-4)
+
+
+def test_more_bandwidth_is_never_slower_and_drafts_never_free() -> None:
+    wide = roofline(replace(H100, memory_bandwidth=2 * H100.memory_bandwidth))
+    for k in (0, 3):
+        assert (wide.base(k, BATCH) < roofline().base(k, BATCH)).all() and wide.slope(k) < roofline().slope(k)
+    assert (roofline().base(3, BATCH) > roofline().base(0, BATCH) + 3 * H100.host_draft_s).all()
+    assert roofline().slope(3) > roofline().slope(0)
+
+
+def test_steps_of_more_rows_than_were_captured_take_what_the_host_needs_to_start_each_operation() -> None:
+    free, captured = roofline(GB200), roofline(GB200, graph_tokens=128)
+    inside, outside = np.array([1.0, 16.0, 32.0]), np.array([33.0, 64.0])
+    assert (captured.base(3, inside) == free.base(3, inside)).all()
+    eager = SMALL.layers * GB200.eager_layer_s + GB200.host_step_s
+    assert (free.base(3, outside) < eager).all()
+    assert captured.base(3, outside) == pytest.approx(eager + 3 * (2 * GB200.eager_layer_s + GB200.host_draft_s))
+
+
+def test_tensor_parallel_splits_weights_and_cache_and_pays_for_all_reduces() -> None:
+    policy = MODELS["Qwen3-32B"]
+    steps = [float(roofline(H100, policy, tensor_parallel=gpus).base(0, BATCH)[1]) for gpus in (1, 2, 4, 8)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] / 8 < steps[3] and steps[0] / steps[1] < 2
+    few_heads = MODELS["Qwen3-30B-A3B"]  # four key heads: from 4 GPUs on each holds a copy
+    slopes = [roofline(H100, few_heads, tensor_parallel=gpus).slope(0) for gpus in (1, 4, 8)]
+    assert slopes[0] == pytest.approx(4 * slopes[1]) and slopes[1] == slopes[2]
+
+
+def test_shapes_are_those_that_the_models_cards_state() -> None:
+    """Billions of parameters, with an embedding that is its own unless tied."""
+    stated = {"Qwen3-1.7B": 1.7, "Qwen3-8B": 8.2, "Qwen3-32B": 32.8, "Qwen2.5-7B": 7.6, "Llama-3.1-8B": 8.03,
+              "Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235}  # fmt: skip
+    assert stated.keys() == MODELS.keys()
+    for name, billions in stated.items():
+        m = MODELS[name]
+        embedding = m.vocabulary * m.hidden * (name != "Qwen3-1.7B")
+        assert (m.parameters(m.experts) + embedding) / 1e9 == pytest.approx(billions, rel=0.015), name
+    assert SMALL.kv_bytes == 147_456 and SMALL.drafter("eagle3").parameters(1) / 1e9 == pytest.approx(0.38, abs=0.01)
+
+
+def test_every_entry_has_a_source_and_no_efficiency_above_one() -> None:
+    for gpu in GPUS.values():
+        assert "data sheet" in gpu.source and "AIConfigurator" in gpu.source
+        assert max(gpu.bandwidth_efficiency, gpu.flops_efficiency, gpu.attention_efficiency) <= 1
+    assert all("/" in policy.source for policy in MODELS.values())
+
+
+def test_names_are_those_of_the_hub_or_answered_with_the_known_ones() -> None:
+    assert known("models", "Qwen/Qwen3-8B") == known("models", "Qwen3-8B") == "Qwen3-8B"
+    with pytest.raises(ValueError, match=r"'Qwen/Qwen3-9B' is not in .*Llama-3\.1-8B.*did you mean"):
+        known("models", "Qwen/Qwen3-9B")
