@@ -12,7 +12,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -20,8 +20,6 @@ from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model,
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.emitted import Draws, response_draws
@@ -33,6 +31,11 @@ from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from drafters.base import SamplingParams
 from drafters.files import CONFIG, GENERATION_CONFIG, WEIGHTS
+
+if (
+    TYPE_CHECKING
+):  # transformers' models take three seconds to import, also in the controller, which only calls this class
+    from transformers import PreTrainedModel
 
 LEARNER_STATE = "learner.pt"
 """File of the learning-rate schedule and the policy version, beside the weights in a checkpoint folder."""
@@ -96,6 +99,8 @@ class PolicyLearner:
                 fsdp2_prepare_model(self._accelerator, self._reference)
 
     def _load_model(self, model_path: str) -> ResponseLogProbs:
+        from transformers import AutoModelForCausalLM
+
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         if not self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
             model = model.to(self._accelerator.device)
@@ -291,6 +296,8 @@ class PolicyLearner:
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder that save() wrote with any number of ranks. The reference stays the initial policy."""
+        from transformers import AutoModelForCausalLM
+
         folder, model = Path(folder), self._policy.model
         weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
@@ -311,8 +318,10 @@ def _broken(batch: MicroBatch, losses: Tensor) -> list[str]:
     return [f"{rollout.prompt_id}/{rollout.sample_index}" for rollout in rollouts]
 
 
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+def _enable_gradient_checkpointing(model: "PreTrainedModel") -> None:
     """Turn on gradient checkpointing. It needs training mode, which only the layers themselves get, so dropout stays off."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -5,11 +5,13 @@ predict a response token, one chunk at a time, and the backward pass recomputes 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -82,7 +84,7 @@ class ResponseLogProbs(nn.Module):
     Master weights are float32; with dtype bfloat16 the layers run under autocast.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, dtype: torch.dtype):
+    def __init__(self, model: "PreTrainedModel", temperature: float, dtype: torch.dtype):
         super().__init__()
         self.model = model
         self.temperature = temperature

@@ -7,6 +7,7 @@ marked as collective; under FSDP, the ranks wait for each other in it.
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -17,11 +18,12 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from cotrain.records import WeightPayload
 from cotrain.weights.payload import Manifest, write_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OPTIMIZER_STATE = "optimizer"
 """Folder in a checkpoint that holds the optimizer state, in the format of torch.distributed.checkpoint."""
@@ -54,7 +56,7 @@ def sharding_accelerator(cpu: bool) -> Accelerator:
 
 
 def whole_tensors(
-    model: PreTrainedModel, dtype: torch.dtype, names: set[str] | None = None
+    model: "PreTrainedModel", dtype: torch.dtype, names: set[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors by checkpoint name, without tied duplicates; floating-point tensors are cast to `dtype`.
 
@@ -69,7 +71,7 @@ def whole_tensors(
 
 
 def write_weights(
-    model: PreTrainedModel, path: Path, dtype: torch.dtype, names: set[str] | None = None
+    model: "PreTrainedModel", path: Path, dtype: torch.dtype, names: set[str] | None = None
 ) -> WeightPayload | None:
     """On rank 0, write the tensors of whole_tensors to a safetensors file and describe it. Other ranks return None.
 
@@ -86,13 +88,13 @@ def write_weights(
                 pass
 
 
-def save_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
+def save_optimizer(model: "PreTrainedModel", optimizer: Optimizer, folder: Path) -> None:
     """Write the optimizer state by parameter name, each rank its part; write nothing before the first step. Collective."""
     if optimizer.state:
         checkpoint.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / OPTIMIZER_STATE)
 
 
-def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -> None:
+def load_optimizer(model: "PreTrainedModel", optimizer: Optimizer, folder: Path) -> None:
     """Load an optimizer state that any number of ranks saved, sharded or not; clear it if there is none. Collective."""
     optimizer.state.clear()
     if (folder / OPTIMIZER_STATE).is_dir():
@@ -101,7 +103,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, folder: Path) -
         set_optimizer_state_dict(model, optimizer, state)
 
 
-def _state(model: PreTrainedModel) -> dict[str, Tensor]:
+def _state(model: "PreTrainedModel") -> dict[str, Tensor]:
     tied = set(model.all_tied_weights_keys)
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
 
@@ -111,14 +113,16 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _converted(
-    model: PreTrainedModel, whole: Callable[[Tensor], Tensor], names: set[str] | None = None
+    model: "PreTrainedModel", whole: Callable[[Tensor], Tensor], names: set[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
+    from transformers.core_model_loading import revert_weight_conversion
+
     for name, tensor in _state(model).items():
         if names is None or names & revert_weight_conversion(model, {name: _empty(tensor)}).keys():
             yield from revert_weight_conversion(model, {name: whole(tensor)}).items()
 
 
-def layout(model: PreTrainedModel, dtype: torch.dtype, names: set[str] | None = None) -> Manifest:
+def layout(model: "PreTrainedModel", dtype: torch.dtype, names: set[str] | None = None) -> Manifest:
     """Return the shape and dtype of each tensor that whole_tensors yields, without gathering anything."""
     shapes = _converted(model, _empty, names)
     return {
