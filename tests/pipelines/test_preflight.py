@@ -116,7 +116,7 @@ def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> 
     path = tmp_path / "data.jsonl"
     path.write_text('{"ask": "1 + 1", "answer": "2"}\n')
     [line] = problems(build("task=none", "task.type=dataset", f"task.path={path}"))
-    assert line.startswith("task.prompt_column: no column") and "name one of those found: ask, answer" in line
+    assert line.startswith("task.prompt_column: no column") and "name one of these: ask, answer" in line
     [line] = problems(build("task=none", "task.type=dataset", f"task.path={tmp_path}/none.jsonl"))
     assert line.startswith("task.path: no file")
 
@@ -133,7 +133,7 @@ def rows(tmp_path: Path) -> Path:
     ("changes", "message"),
     [
         (["task.path={folder}/none.jsonl"], "task.path: no file or folder"),
-        (["task.prompt_column=text"], "task.prompt_column: no column text; name one of those found: prompt, answer"),
+        (["task.prompt_column=text"], "task.prompt_column: no column text; name one of these: prompt, answer"),
         (["task.reward=no_such_module:score"], "task.reward: no_such_module:score is neither"),
         (["task.path=some/dataset", "task.reward=no_such_module:score"], "task.reward: no_such_module:score is neither"),
         (["rollout.max_prompt_tokens=5"], "task.path: 8 of the 8 rows of {folder}/rows.jsonl cannot be used:"),

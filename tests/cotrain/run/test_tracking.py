@@ -20,7 +20,7 @@ from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import EXPECTED, Tracker, model_id_of, registered_name
-from pipelines.train.joint import _start_tracking
+from pipelines.train.run import open_tracker
 
 POLICY = "bundled:smollm2-135m-instruct"
 TAGS = {"init": "random", "data_fingerprint": "abc"}
@@ -113,9 +113,8 @@ def test_a_resume_before_the_first_checkpoint_is_not_a_second_run(run_config, cl
     def start(config, open_folder, steps):
         with ExitStack() as stack:
             run_dir = stack.enter_context(open_folder(config.run_root, config.name))
-            tracker = _start_tracking(
-                config, run_dir, RunState(0, Versions(0, 0), {}, {}), Console(io.StringIO()), stack
-            )
+            state = RunState(0, Versions(0, 0), {}, {})
+            tracker = stack.enter_context(open_tracker(config, run_dir, state, Console(io.StringIO())))
             for step in range(1, steps + 1):
                 tracker.log_step(step, {"a": step + 0.0})
         return tracker.run_id
