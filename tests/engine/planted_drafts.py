@@ -40,7 +40,7 @@ class Planting(EngineWorker):
         if fault == PRICES:
             runner.propose_draft_token_ids = functools.partial(_priced, history.propose)
         elif fault in (LENGTHS, OF_ANOTHER_REQUEST):
-            history._drafts = functools.partial(_in_turn, history, itertools.count())
+            history._drafts = functools.partial(_in_turn, history, itertools.count(), itertools.count())
             if fault == OF_ANOTHER_REQUEST:
                 self.clean_drafter = history._drafter
                 history._drafter = functools.partial(_rolled, runner, history._drafter)
@@ -60,13 +60,15 @@ def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> A
     return propose(scheduler_output, *rest)
 
 
-def _in_turn(history: HistoryDrafting, numbers: Iterator[int], plan: Plan, requests: Any, *rest: Any) -> Any:
-    if history._drafter is not None and next(numbers) % 2:
+def _in_turn(
+    history: HistoryDrafting, steps: Iterator[int], numbers: Iterator[int], plan: Plan, requests: Any, *rest: Any
+) -> Any:
+    if history._drafter is not None and next(steps) % 2:
         return None
     drafts = HistoryDrafting._drafts(history, plan._replace(probes="history"), requests, *rest)
     for i, (request, draft) in enumerate(zip(requests, drafts or [], strict=False)):
         if draft is not None:
-            length = next(numbers) // 2 % (len(draft.tokens) + 1)
+            length = next(numbers) % (len(draft.tokens) + 1)
             drafts[i] = draft.first(length) if length else None
             history._proposals[request] = Proposal(0, length, length)
     return drafts
