@@ -121,7 +121,7 @@ def test_a_host_gets_better_drafters_and_everything_is_recorded(config, tiny, ml
     versions = client.search_model_versions("name LIKE 'tiny_llama-%-drafter'")
     assert {int(v.tags["drafter_version"]) for v in versions} == {event["version"] for event in published}
     assert client.get_run(versions[0].run_id).info.status == "FINISHED"
-    assert client.get_model_version_by_alias("tiny_llama-drafter", "serving").tags["parent_version"] != "none"
+    assert client.get_model_version_by_alias(versions[0].name, "serving").tags["parent_version"] != "none"
     assert main(["report", str(service.folder)]) == 0
     page = (service.folder / "report" / "report.md").read_text()
     assert "Acceptance length, served and expected" in page and "Reward" not in page
