@@ -112,8 +112,9 @@ def test_an_engine_that_dies_in_mid_generation_comes_back_with_what_is_of_record
     alone = texts(engines.generate(requests[:4], **greedy))
     digests = [engines._current.policy.digests, engines._current.drafter.digests]  # type: ignore[union-attr]
     pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
+    core = psutil.Process(pid).children(recursive=True)[0].pid  # looked up before, since the generation is short
     started = [engines._actors[e].call.remote("generate", requests[:4], False, **greedy) for e in (0, 1)]
-    os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
+    os.kill(core, signal.SIGKILL)
     [survivor] = cluster.get(started[:1])
     assert alike(tokens(survivor), alone)
     with pytest.raises(RunFailure) as failure:

@@ -127,8 +127,9 @@ def test_an_engine_that_died_comes_back_with_the_next_update_and_the_drafter_of_
 ) -> None:
     engines, _, nodes, cluster = roles
     pid = cluster._ray.get(engines._actors[1].__ray_call__.remote(lambda actor: os.getpid()))
+    core = psutil.Process(pid).children(recursive=True)[0].pid  # looked up before, since the generation is short
     running = engines.begin_generate(1, make_requests(4), False)
-    os.kill(psutil.Process(pid).children(recursive=True)[0].pid, signal.SIGKILL)
+    os.kill(core, signal.SIGKILL)
     with pytest.raises(RunFailure) as failure:
         cluster.get([running])
     engines.lose(1, failure.value)
