@@ -59,7 +59,7 @@ class StepResult:
     swaps: dict[str, SwapReport]
     """Weight updates by role."""
     seconds: dict[str, float]
-    """Of each phase; "step" is the whole step."""
+    """Duration of each phase; "step" is the whole step."""
 
     @property
     def events(self) -> list[DrafterEvent]:

@@ -88,7 +88,7 @@ class Scenario:
 
     @property
     def speedup(self) -> float:
-        """Of generation, over no speculation."""
+        """Speed of generation relative to no speculation."""
         return self.plain.generation / self.generation
 
     @property
