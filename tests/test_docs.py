@@ -38,7 +38,8 @@ def links(page: Path) -> list[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_a_page_has_a_heading_and_its_links_lead_somewhere(page: Path) -> None:
+    assert anchors(page), f"{page} has no heading"
     for file, anchor in links(page):
         assert (ROOT / file).exists(), f"{page}: {file}"
         assert not anchor or anchor in anchors(file), f"{page}: {file}#{anchor}"
