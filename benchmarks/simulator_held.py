@@ -90,16 +90,16 @@ class Held:
     def row(self, place: Sequence[int]) -> Row:
         return next(row for row in self.rows if row.place == tuple(place))
 
-    def from_one_row(self) -> tuple[list[float], list[float]]:
+    def from_one_row(self) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
         """Relative errors of all rows but the reference: of the simulator fitted to it, and of the rule."""
         if "reference" not in self.entry:
-            return [], []
+            return {}, {}
         known = self.row(self.entry["reference"])
         fitted = replace(self.cost, engine=replace(self.cost.engine, host_draft_s=self.host_draft_s(known)))
         others = [row for row in self.rows if row is not known]
-        own = [self.predicted(row, fitted) / self.published(row) - 1 for row in others]
-        rule = [self.published(known) * self.gain(row) / self.gain(known) / self.published(row) - 1 for row in others]
-        return own, rule
+        own = {row.place: self.predicted(row, fitted) / self.published(row) - 1 for row in others}
+        per_token = self.published(known) / self.gain(known)
+        return own, {row.place: per_token * self.gain(row) / self.published(row) - 1 for row in others}
 
     def gain(self, row: Row) -> float:
         """Acceptance length relative to that of the row which speeds are relative to."""
@@ -129,7 +129,7 @@ def _line(held: Held, batch: int) -> str:
 
 def _summary(held: Held) -> str:
     own, rule = held.from_one_row()
-    errors = [[*held.errors().values()], held.step_errors(), own, rule]
+    errors = [[*held.errors().values()], held.step_errors(), [*own.values()], [*rule.values()]]
     sizes = ("{:.1%}, {:.0%}".format(*size(found)) if found else "-" for found in errors)
     return line(held.name, f"{held.entry['what']}: {held.entry['source']}", *sizes)
 

@@ -36,7 +36,7 @@ def test_a_measured_system_has_a_verdict_as_sure_as_known_predictions_were(capsy
     assert "worth it? no: 0.97x" in said(capsys, CPU, "drafter.k=3")
     text = said(capsys, PAPER)
     assert re.search(r"worth it\? yes: 1\.7\dx for generation, 1\.40x for whole steps", text)
-    assert "-4% to +20% off: generation 1.47x to 1.84x" in text
+    assert "-11% to +20% off: generation 1.47x to 1.99x" in text
     assert "6 1.41x" not in text and re.search(r"5 \d\.\d\dx, 6 \d\.\d\dx extrapolated", text)
     assert "adjusted to measured steps with k = 3, 5" in text and "envelope" not in text
 
