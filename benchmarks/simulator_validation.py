@@ -82,7 +82,7 @@ class Prediction:
     def __init__(self, assumed: Assumption):
         self._assumed = assumed
         host = {"host_step_ms": assumed.host_step_ms, "host_draft_ms": 0.4}  # of the H100 surface
-        self._base = {"async_scheduling": "none"} | host
+        self._base = {"async_scheduling": "never"} | host
         stages = data("paper")["stages"]
         self._groups = {run: self._lengths(run, stages[run]["plain"]["generation"]) for run in stages}
 

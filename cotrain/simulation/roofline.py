@@ -57,7 +57,7 @@ class Engine:
 
     host_step_s: float
     host_draft_s: float
-    async_scheduling: Literal["all", "without_drafts", "none"]
+    async_scheduling: Literal["always", "without_drafts", "never"]
     source: str
 
 
@@ -139,7 +139,7 @@ class Roofline:
             drafting = np.where(eager, np.maximum(drafting, 2 * k * drafter.layers * least), drafting)
             seconds = seconds + drafting + k * self.engine.host_draft_s
         host, scheduling = self.engine.host_step_s, self.engine.async_scheduling
-        hidden = scheduling == "all" or (scheduling == "without_drafts" and not k)
+        hidden = scheduling == "always" or (scheduling == "without_drafts" and not k)
         return np.maximum(seconds, host) if hidden else seconds + host
 
     def slope(self, k: int) -> float:

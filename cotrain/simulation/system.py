@@ -59,7 +59,7 @@ class RooflineCost(Section):
     """Policy, by its name in data/models.toml or `models`, with or without its organisation on the hub."""
     engine: str = "vllm-2026"
     """Version of the engine, by its name in data/engines.toml; it decides the times of the host."""
-    async_scheduling: Literal["all", "without_drafts", "none"] | None = None
+    async_scheduling: Literal["always", "without_drafts", "never"] | None = None
     """Steps in which asynchronous scheduling hides the host's time. Default: those of the engine's version."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""

@@ -47,7 +47,7 @@ def _how_adjusted(cost: RooflineCost) -> str:
 
 
 def _host(cost: RooflineCost) -> str:
-    engine, scheduling = cost.host, {"all": "in all", "without_drafts": "in undrafted", "none": "in no"}
+    engine, scheduling = cost.host, {"always": "in all", "without_drafts": "in undrafted", "never": "in no"}
     times = f"{1e3 * engine.host_step_s:.3g} ms of the host a step and {1e3 * engine.host_draft_s:.3g} a draft pass"
     return f"engine {cost.engine}: {times}, asynchronous scheduling {scheduling[engine.async_scheduling]} steps"
 
@@ -56,7 +56,8 @@ def _speculation(s: Scenario) -> Iterator[tuple[str, str]]:
     k, gain, whole = max(s.draft_lengths), s.speedup, s.plain.step() / s.step()
     x, (low, high) = ("{:.1f}x".format, BLIND) if s.envelope else ("{:.2f}x".format, MEASURED)
     verdict = "not known" if s.envelope else "yes" if gain > 1 + high else "not certain"
-    verdict = "no" if min(gain, whole) <= 1 else verdict
+    most = min(gain / (1 + low), s.acceptance.length(k)) if s.envelope else gain
+    verdict = "no" if most <= 1 or whole <= 1 < gain else verdict
     yield "worth it?", f"{verdict}: {x(gain)} for generation, {x(whole)} for whole steps"
     said = f"predictions with{'out' * s.envelope} measured steps with such drafts were {low:+.0%} to {high:+.0%} off"
     yield "how sure?", f"{said}: generation {x(gain / (1 + high))} to {x(gain / (1 + low))}"

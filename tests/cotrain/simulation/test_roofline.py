@@ -10,7 +10,7 @@ from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Mo
 GPUS, MODELS = entries("gpus"), entries("models")
 H100, GB200, SMALL = GPUS["h100-sxm"], GPUS["gb200"], MODELS["Qwen3-8B"]
 BATCH = np.array([1.0, 4.0, 16.0, 64.0, 256.0])
-ENGINE = Engine(1.2e-3, 0.4e-3, "none", "a test")
+ENGINE = Engine(1.2e-3, 0.4e-3, "never", "a test")
 
 
 def roofline(
@@ -35,7 +35,7 @@ def test_a_step_is_never_faster_than_the_data_sheet_allows(gpu: Hardware, policy
 
 
 def test_where_only_the_host_takes_time_the_ratio_follows_from_its_two_constants() -> None:
-    cost = roofline(engine=Engine(4000.0, 1500.0, "none", "a test"))
+    cost = roofline(engine=Engine(4000.0, 1500.0, "never", "a test"))
     for k in (1, 3, 7):
         assert cost.base(k, BATCH) / cost.base(0, BATCH) == pytest.approx(1 + k * 1500 / 4000, rel=1e-4)
 
@@ -43,7 +43,7 @@ def test_where_only_the_host_takes_time_the_ratio_follows_from_its_two_constants
 def test_asynchronous_scheduling_hides_the_shorter_of_host_and_gpu() -> None:
     """The draft passes wait for the host even then."""
     free = {k: roofline(engine=replace(ENGINE, host_step_s=0.0)).base(k, BATCH) for k in (0, 3)}
-    for scheduling, hidden in (("all", (0, 3)), ("without_drafts", (0,)), ("none", ())):
+    for scheduling, hidden in (("always", (0, 3)), ("without_drafts", (0,)), ("never", ())):
         for seconds in (1.2e-3, 50.0):
             cost = roofline(engine=Engine(seconds, ENGINE.host_draft_s, scheduling, "a test"))  # type: ignore[arg-type]
             for k in (0, 3):

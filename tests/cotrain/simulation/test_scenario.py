@@ -156,7 +156,7 @@ def test_a_draft_model_costs_its_passes() -> None:
             "cost.gpus.mine.memory_bandw",
         ),
         ("cost.models.mine.hiden=1", "cost.models.mine.hiden: "),
-        ("cost.async_scheduling=some", "cost.async_scheduling: must be 'all', 'without_drafts' or 'none'"),
+        ("cost.async_scheduling=some", "cost.async_scheduling: must be 'always', 'without_drafts' or 'never'"),
     ],
 )
 def test_what_is_not_known_is_named(override: str, line: str) -> None:
@@ -169,7 +169,7 @@ def test_an_engines_version_decides_the_hosts_times_unless_they_are_given() -> N
         return Scenario(load_system([H100_NODE], overrides)).speedup
 
     assert gain("cost.engine=vllm-2025-eagle3") < gain("cost.engine=vllm-2025") < gain()
-    same = ["cost.host_draft_ms=0.145", "cost.async_scheduling=all", "cost.host_step_ms=1.2"]
+    same = ["cost.host_draft_ms=0.145", "cost.async_scheduling=always", "cost.host_step_ms=1.2"]
     assert gain("cost.engine=vllm-2025", *same) == gain()
     assert gain("cost.async_scheduling=without_drafts") < gain(), "the arm without speculation has it, the other not"
 

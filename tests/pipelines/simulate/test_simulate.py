@@ -12,7 +12,7 @@ from tests.pipelines.test_cli import cotrain
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "simulate").glob("*.toml"))
 CPU, H100, PAPER = map(str, CONFIGS)
-NEVER = ["drafter.accept=[0.01]", "drafter.acceptance_length=none"]
+NEVER = ["drafter.accept=[0.0]", "drafter.acceptance_length=none"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -51,6 +51,7 @@ def test_an_envelope_has_no_verdict_and_says_how_wrong_such_predictions_were(
         gain, low, high = map(float, re.findall(r"(?:known:|generation|to) (\d\.\d)x", text)[:3])
         assert low < gain / 2 and high == pytest.approx(gain / 0.7, abs=0.1)
         assert not re.search(r"\d\.\d\dx", text.partition("whole step ")[0]), "no third digit"
+    assert "worth it? not known: 0." in said(capsys, H100, "drafter.accept=[0.1]", "drafter.acceptance_length=none")
     assert "worth it? no: " in said(capsys, H100, *NEVER)
     assert "worth it? no: 1.0x" in said(capsys, H100, *NEVER, "drafter.adaptive=true")
 
