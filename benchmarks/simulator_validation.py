@@ -22,6 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "measurements" / "simulator.md"
 BEGIN, END = "<!-- table: python -m benchmarks.simulator_validation -->", "<!-- end of table -->"
 
 LEVELS = ("no drafted row", "one drafted row", "and graphs of 128 tokens", "two drafted rows")
+RULE = "rule of one line"
 FITTED_TO, LEFT_GRAPHS = ("zero", 0), ("zero", 4)
 """Rows that constants are fitted to: k = 3 and k = 5 of the same drafter."""
 
@@ -66,12 +67,22 @@ def long_drafts() -> set[tuple[str, int]]:
     return {key for key, row in rows().items() if row.k > 3}
 
 
+def rule_errors(only: Iterable[tuple[str, int]] | None = None) -> dict[tuple[str, int], float]:
+    """Relative errors of: the speed-up is proportional to the acceptance length, through the row that one constant is fitted to."""
+    wanted, per_token = (
+        set(rows() if only is None else only) - {FITTED_TO},
+        rows()[FITTED_TO].speedup / rows()[FITTED_TO].length,
+    )
+    return {key: per_token * row.length / row.speedup - 1 for key, row in rows().items() if key in wanted}
+
+
 class Prediction:
     """Of the paper's rows. Mean lengths are such that generation without speculation takes as long as it did."""
 
     def __init__(self, assumed: Assumption):
         self._assumed = assumed
-        self._base = {"host_step_ms": assumed.host_step_ms, "host_draft_ms": 0.4}  # of an H100's host
+        host = {"host_step_ms": assumed.host_step_ms, "host_draft_ms": 0.4}  # of the H100 surface
+        self._base = {"async_scheduling": "never"} | host
         stages = data("paper")["stages"]
         self._groups = {run: self._lengths(run, stages[run]["plain"]["generation"]) for run in stages}
 
@@ -164,7 +175,9 @@ def surface_errors() -> tuple[np.ndarray, np.ndarray]:
     law, at = data("h100_surface")["law"], data("h100_surface")["compared"]
     batch, cost = (
         np.array(at["batch"], float),
-        RooflineCost(type="roofline", gpu=law["gpu"], model=law["model"]).step_times(),
+        RooflineCost(
+            type="roofline", gpu=law["gpu"], model=law["model"], engine="vllm-2025", host_draft_ms=0.4
+        ).step_times(),
     )
     steps, ratios = [], []
     for tokens in (batch * context for context in at["context"]):
@@ -182,8 +195,8 @@ def surface_errors() -> tuple[np.ndarray, np.ndarray]:
 def single_step() -> tuple[float, float]:
     """Predicted and measured seconds of a step of Qwen3-32B on two H100."""
     at = data("h100_surface")["single"]
-    cost = RooflineCost(type="roofline", gpu=at["gpu"], model=at["model"], tensor_parallel=at["tensor_parallel"])
-    times = cost.step_times()
+    shape = {"gpu": at["gpu"], "model": at["model"], "tensor_parallel": at["tensor_parallel"]}
+    times = RooflineCost(type="roofline", engine="vllm-2025", **shape).step_times()
     return float(times.base(0, np.array([at["batch"]]))[0] + times.slope(0) * at["batch"] * at["context"]), at[
         "seconds"
     ]
@@ -235,9 +248,9 @@ def line(*cells: str) -> str:
 def paper_table() -> list[str]:
     found, lines = (
         prediction(),
-        [line("run", "drafter", "k", "acceptance length", "measured", *LEVELS), "|---" * 9 + "|"],
+        [line("run", "drafter", "k", "acceptance length", "measured", *LEVELS, RULE), "|---" * 10 + "|"],
     )
-    errors = [found.errors(level) for level in range(len(LEVELS))]
+    errors = [*(found.errors(level) for level in range(len(LEVELS))), rule_errors()]
     for key, row in rows().items():
         cells = (f"{row.speedup * (1 + e[key]):.2f} ({e[key]:+.0%})" if key in e else "fitted" for e in errors)
         lines.append(line(row.run.title(), row.drafter, str(row.k), f"{row.length:.2f}", f"{row.speedup:.2f}", *cells))
@@ -247,7 +260,7 @@ def paper_table() -> list[str]:
             line(f"**mean, largest: {name}**", *[""] * 4, *(f"{mean:.1%}, {most:.0%}" for mean, most in sizes))
         )
     steps = (", ".join(f"{error:+.1%}" for error in found.step_errors(level)) for level in range(len(LEVELS)))
-    return [*lines, line("**step, Zero and Think, k = 3**", "DAPO", "3", "", "1.41, 1.35", *steps)]
+    return [*lines, line("**step, Zero and Think, k = 3**", "DAPO", "3", "", "1.41, 1.35", *steps, "")]
 
 
 def other_table() -> list[str]:
@@ -280,6 +293,11 @@ def text() -> str:
     return "\n".join([*paper_table(), "", *other_table()])
 
 
+def write_table(begin: str, end: str, table: str) -> None:
+    """Replace what the page has between these two lines."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    PAGE.write_text(f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{text()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    write_table(BEGIN, END, text())

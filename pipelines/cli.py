@@ -1,11 +1,13 @@
 """The `cotrain` command. Imports of torch, Ray, MLflow or vLLM stay inside the commands, so that --help is instant.
 
-Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 an error that the user can fix, 130 interrupted.
+Exit status: 0 done, 1 the run's own check failed or a part of it died, 2 an error that the user can fix, 130 interrupted, 141 the
+reader of its output, such as `head`, is gone.
 """
 
 import argparse
 import importlib
 import os
+import select
 import shlex
 import sys
 import traceback
@@ -61,6 +63,21 @@ Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; se
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of the user are printed without a traceback."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):  # another pipe, whose end is a defect
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         if arguments[0] not in COMMANDS:
@@ -86,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{error.name} is not installed; commands need cotrain[trainer] (docs/guide/sidecar.md)", 2)
     except (ValueError, OSError) as error:
-        if not _is_message_to_the_user(error):
+        if isinstance(error, BrokenPipeError) or not _is_message_to_the_user(error):
             raise
         return _fail(error, 2)
     except KeyboardInterrupt:

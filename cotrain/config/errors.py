@@ -123,17 +123,18 @@ def _readable(detail: ErrorDetails, blocks: dict[tuple[str, ...], SectionHelp]) 
     # A number in a location is an index into a list; the error line then names the list.
     location = tuple(part for part in detail["loc"] if isinstance(part, str))
     block, name = blocks.get(location[:-1]), location[-1]
-    path = f"{block.path}.{name}".lstrip(".") if block else ".".join(location)
+    kinds = {other.kind for other in blocks.values()}
+    path = f"{block.path}.{name}".lstrip(".") if block else ".".join(part for part in location if part not in kinds)
     kind, value, message = detail["type"], detail["input"], detail["msg"]
     if block and kind == "extra_forbidden":
         return f"{path}: unknown field{_suggestion(name, block, list(blocks.values()))}"
     if block and kind == "missing" and detail["loc"][-1] == name:
         return f"{path}: missing: {' '.join((block.section.model_fields[name].description or '').split())}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        kinds = [other.kind for other in blocks.values() if other.path == path and other.kind]
+        here = [other.kind for other in blocks.values() if other.path == path and other.kind]
         tag = detail["ctx"].get("tag")
         said = f"{tag!r} is not one of" if tag else "missing; one of"
-        return f"{path}.type: {said} {', '.join(kinds)}{did_you_mean(tag, kinds)}"
+        return f"{path}.type: {said} {', '.join(here)}{did_you_mean(tag, here)}"
     if kind == "value_error":  # of a section's own check, whose message names value and fix
         return f"{blocks[location].path if location in blocks else path}: {detail['ctx']['error']}"
     hint = ""

@@ -1,17 +1,18 @@
 """Step times on a GPU, from data sheets, shapes of model and drafter, and constants fitted to measured operators.
 
 A step of B requests with k draft tokens computes B (k + 1) rows. Its time is that of the model over all rows, k passes of the
-drafter, and the host. GPUs are in data/hardware.toml, models in data/models.toml.
+drafter, and the host. GPUs are in data/gpus.toml, models in data/models.toml, and the times of the host in data/engines.toml.
 """
 
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter
 
 from cotrain.config.errors import did_you_mean
 from cotrain.simulation.step_time import Array, MeasuredCells
@@ -23,45 +24,60 @@ with inputs and outputs of matrix products and six passes of small kernels."""
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU: bytes, bytes and dense bf16 operations per second by the data sheet, and fitted constants.
+    """A GPU: bytes, bytes and dense bf16 operations per second by the data sheet, and fitted constants, by default an H100's.
 
     A matrix product takes (moving^sharpness + computing^sharpness)^(1 / sharpness), where moving and computing are the times of its
     bytes and operations by the data sheet, each divided by its efficiency. A layer takes layer_s for launches and small kernels, and
-    request_s for the attention of each request, besides reading the KV cache. The host adds its two times to every step and to each
-    pass of the drafter. Outside CUDA graphs it launches the ten operations of a layer one by one, in at least eager_layer_s.
+    request_s for the attention of each request, besides reading the KV cache. Outside CUDA graphs the host launches the ten
+    operations of a layer one by one, in at least eager_layer_s.
     """
 
-    memory_bytes: float
-    memory_bandwidth: float
-    flops: float
-    bandwidth_efficiency: float
-    flops_efficiency: float
-    sharpness: float
-    attention_efficiency: float
-    layer_s: float
-    request_s: float
-    all_reduce_s: float
-    all_reduce_bandwidth: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    memory_bytes: PositiveFloat
+    memory_bandwidth: PositiveFloat
+    flops: PositiveFloat
+    source: str
+    bandwidth_efficiency: float = 0.874
+    flops_efficiency: float = 0.827
+    sharpness: float = 3.02
+    attention_efficiency: float = 0.93
+    layer_s: float = 34.7e-6
+    request_s: float = 0.113e-6
+    all_reduce_s: float = 4.63e-6
+    all_reduce_bandwidth: float = 152e9
+    eager_layer_s: float = 212e-6
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The host's part of a step, by version of the engine: seconds of a step, and further ones of each pass of the drafter.
+
+    With asynchronous scheduling the host prepares a step while the GPU computes the one before, so that only the longer counts.
+    """
+
     host_step_s: float
     host_draft_s: float
-    eager_layer_s: float
+    async_scheduling: Literal["always", "without_drafts", "never"]
     source: str
 
 
 @dataclass(frozen=True)
 class Model:
-    """A bf16 decoder with gated feed-forward layers. With experts, `intermediate` is the width of one expert."""
+    """A decoder with gated feed-forward layers. With experts, `intermediate` is the width of one expert."""
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    layers: NonNegativeInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate: PositiveInt
+    vocabulary: NonNegativeInt
     source: str
-    experts: int = 1
-    experts_per_token: int = 1
+    experts: PositiveInt = 1
+    experts_per_token: PositiveInt = 1
+    weight_bytes: PositiveFloat = 2.0
+    """Bytes of a weight: 2 in bf16, 1 in fp8, whose operations per second and efficiencies the GPU must then have."""
     fused: int = 0
     """Input width of the matrix that fuses a drafter's inputs to `hidden`; 0 without one."""
 
@@ -70,7 +86,7 @@ class Model:
         all tokens; EAGLE-3 fuses three hidden states, and drafts one of 32,000 tokens."""
         width, vocabulary = (2, self.vocabulary) if kind == "mtp" else (3, 32_000)
         wide = self.intermediate if self.experts == 1 else 3 * self.hidden
-        shape = replace(self, layers=1, intermediate=wide, experts=1, experts_per_token=1)
+        shape = replace(self, layers=1, intermediate=wide, experts=1, experts_per_token=1, weight_bytes=2.0)
         return replace(shape, vocabulary=vocabulary, fused=width * self.hidden)
 
     def parameters(self, experts: Array | float) -> Array | float:
@@ -86,17 +102,18 @@ class Model:
 
 @cache
 def entries(file: str) -> dict[str, Any]:
-    """By name, the GPUs of data/hardware.toml or the models of data/models.toml."""
-    kind = Hardware if file == "hardware" else Model
+    """By name, the entries of data/<file>.toml: gpus, models or engines."""
+    kind = {"gpus": Hardware, "models": Model, "engines": Engine}[file]
     text = (Path(__file__).parent / "data" / f"{file}.toml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, kind]).validate_python(tomllib.loads(text))  # type: ignore[valid-type]
 
 
-def known(file: str, name: str) -> str:
-    """Return the name without a hub's organisation. Raises ValueError for one that data/<file>.toml does not hold."""
-    short, names = name.rpartition("/")[2], list(entries(file))
+def known(file: str, name: str, others: Iterable[str] = ()) -> str:
+    """Return the name without a hub's organisation. Raises ValueError if it is in neither data/<file>.toml nor `others`."""
+    short, names = name.rpartition("/")[2], [*others, *entries(file)]
     if short not in names:
-        raise ValueError(f"{name!r} is not in data/{file}.toml: {', '.join(names)}{did_you_mean(short, names)}")
+        fix = "" if file == "engines" else f", or describe it in [cost.{file}.NAME]"
+        raise ValueError(f"{name!r} is not known: give one of {', '.join(names)}{fix}{did_you_mean(short, names)}")
     return short
 
 
@@ -108,19 +125,22 @@ class Roofline:
     hardware: Hardware
     model: Model
     drafter: Model
+    engine: Engine
     tensor_parallel: int = 1
     graph_tokens: float = np.inf
 
     def base(self, k: int, batch: Array) -> Array:
         rows, least, drafter = batch * (k + 1.0), self.hardware.eager_layer_s, self.drafter
         seconds, eager = self._pass(self.model, rows, batch), rows > self.graph_tokens
-        seconds = np.where(eager, np.maximum(seconds, self.model.layers * least), seconds) + self.hardware.host_step_s
+        seconds = np.where(eager, np.maximum(seconds, self.model.layers * least), seconds)
         if k:
             drafting = self._pass(drafter, rows, batch) + (k - 1) * self._pass(drafter, batch, batch)
             # Twice, since the head and other operations take as long as the layer.
             drafting = np.where(eager, np.maximum(drafting, 2 * k * drafter.layers * least), drafting)
-            seconds = seconds + drafting + k * self.hardware.host_draft_s
-        return seconds
+            seconds = seconds + drafting + k * self.engine.host_draft_s
+        host, scheduling = self.engine.host_step_s, self.engine.async_scheduling
+        hidden = scheduling == "always" or (scheduling == "without_drafts" and not k)
+        return np.maximum(seconds, host) if hidden else seconds + host
 
     def slope(self, k: int) -> float:
         read = self.model.kv_bytes + k * self.drafter.kv_bytes
@@ -138,7 +158,9 @@ class Roofline:
         """Time of all layers and the head. Of E experts, E (1 - (1 - K/E)^T) are read for T rows that choose K at random each."""
         gpu, gpus = self.hardware, self.tensor_parallel
         read = m.experts * (1 - (1 - m.experts_per_token / m.experts) ** rows)
-        moved = 2 * m.parameters(read) / gpus + rows * (LOGIT_BYTES * m.vocabulary + UNIT_BYTES * m.layers * m.hidden)
+        moved = m.weight_bytes * m.parameters(read) / gpus + rows * (
+            LOGIT_BYTES * m.vocabulary + UNIT_BYTES * m.layers * m.hidden
+        )
         moving = moved / (gpu.memory_bandwidth * gpu.bandwidth_efficiency)
         computing = 2 * rows * m.parameters(m.experts_per_token) / gpus / (gpu.flops * gpu.flops_efficiency)
         products = (moving**gpu.sharpness + computing**gpu.sharpness) ** (1 / gpu.sharpness)
@@ -146,4 +168,36 @@ class Roofline:
         return products + m.layers * (gpu.layer_s + gpu.request_s * batch + reduced)
 
 
-StepTimes = MeasuredCells | Roofline
+class CalibratedRoofline:
+    """A roofline that gives measured times where steps were measured, and goes on from them elsewhere.
+
+    Its times, without those of reading the context, are multiplied by the ratio of measured to predicted, linear in log batch size
+    and in k between measurements, and constant beyond them. Without drafts it is 1 unless it was measured, so that measured
+    drafts alone make no step without them slower. As in MeasuredCells, noise makes no gain.
+    """
+
+    def __init__(self, roofline: Roofline, cells: Mapping[tuple[int, int], float], context: float):
+        """cells: seconds of a decode step by draft length and batch size, where each request has `context` tokens. Raises
+        ValueError for a time that is too short to read the context."""
+        self._roofline, self.covers = roofline, MeasuredCells(cells).covers
+        self.slope, self.prefill = roofline.slope, roofline.prefill
+        ratios: dict[int, dict[float, float]] = {}
+        for (k, batch), seconds in sorted(cells.items()):
+            ratio = (seconds - roofline.slope(k) * batch * context) / roofline.base(k, np.array([batch]))[0]
+            if ratio <= 0:
+                fix = f"give the context of these measurements as cells_context, which is {context:g}"
+                raise ValueError(f"cost.cells: {seconds * 1e3:g} ms are too few to read the context of {batch}; {fix}")
+            ratios.setdefault(k, {})[batch] = float(ratio)
+        self._ratios = {0: {1.0: 1.0}} | ratios
+
+    def base(self, k: int, batch: Array) -> Array:
+        return np.minimum.reduce([self._corrected(n, batch) for n in {k, *self._ratios} if n >= k])
+
+    def _corrected(self, k: int, batch: Array) -> Array:
+        parts = [np.interp(np.log(batch), np.log([*row]), [*row.values()]) for row in self._ratios.values()]
+        place = float(np.interp(k, [*self._ratios], np.arange(len(parts))))
+        lower, upper = parts[int(place)], parts[-int(-place // 1)]
+        return self._roofline.base(k, batch) * (lower + (place % 1) * (upper - lower))
+
+
+StepTimes = MeasuredCells | Roofline | CalibratedRoofline

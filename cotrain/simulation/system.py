@@ -1,6 +1,6 @@
 """The schema of SYSTEM.toml: a system to simulate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -8,16 +8,26 @@ from statistics import median
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic.functional_validators import AfterValidator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo
+from pydantic.functional_validators import field_validator, model_validator
 
 from cotrain.config.errors import ConfigError, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.roofline import Roofline, entries, known
+from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries, known
 from cotrain.simulation.step_time import MeasuredCells
 from drafters.config import Section
+
+HEADS = ("eagle3", "mtp")
+"""Drafters whose shape follows from the policy's."""
+
+Cells = tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
+"""[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
+
+
+def seconds_by_cell(cells: Cells) -> dict[tuple[int, int], float]:
+    return {(k, n): median(ms for *at, ms in cells if at == [k, n]) / 1e3 for k, n, _ in cells}
 
 
 class EnginesConfig(Section):
@@ -38,41 +48,83 @@ class RooflineCost(Section):
 
     type: Literal["roofline"]
     """Where step times come from."""
-    gpu: Annotated[str, AfterValidator(lambda name: known("hardware", name))]
-    """GPU, by its name in cotrain/simulation/data/hardware.toml."""
-    model: Annotated[str, AfterValidator(lambda name: known("models", name))]
-    """Policy, by its name in cotrain/simulation/data/models.toml, with or without its organisation on the hub."""
+    models: dict[str, Model] = Field({})
+    """Models of your own, as tables [cost.models.NAME] with the fields of those in cotrain/simulation/data/models.toml."""
+    gpus: dict[str, Hardware] = Field({})
+    """GPUs of your own, as tables [cost.gpus.NAME] with the fields of those in cotrain/simulation/data/gpus.toml: its data sheet's
+    memory_bytes, memory_bandwidth and flops, and source. Efficiencies that are left out are an H100's."""
+    gpu: str
+    """GPU, by its name in data/gpus.toml or `gpus`."""
+    model: str
+    """Policy, by its name in data/models.toml or `models`, with or without its organisation on the hub."""
+    engine: str = "vllm-2026"
+    """Version of the engine, by its name in data/engines.toml; it decides the times of the host."""
+    async_scheduling: Literal["always", "without_drafts", "never"] | None = None
+    """Steps in which asynchronous scheduling hides the host's time. Default: those of the engine's version."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
-    drafter: Literal["eagle3", "mtp"] = "eagle3"
-    """Kind of drafter, given a [drafter]."""
+    drafter: str = "eagle3"
+    """Kind of drafter, given a [drafter]: eagle3, mtp, or the name of a model that drafts."""
     graph_tokens: PositiveInt | None = None
     """Largest step with a captured CUDA graph, in tokens: requests times (draft length + 1). Default: all steps have one.
     Before its pull request 50488 of 2026-07-30, vLLM captured graphs of up to min(2 max_num_seqs, 512) tokens."""
     host_step_ms: NonNegativeFloat | None = None
-    """Time that the host adds to each step. Default of this and the next two fields: the value in hardware.toml."""
+    """Time of the host in each step. Default of this and the next field: that of the engine's version."""
     host_draft_ms: NonNegativeFloat | None = None
     """Time that the host adds for each pass of the drafter."""
     eager_layer_ms: NonNegativeFloat | None = None
-    """Least time of each layer of the policy in a step without a captured graph."""
+    """Least time of each layer of the policy in a step without a captured graph. Default: that of the GPU."""
     drafted_k: tuple[PositiveInt, ...] = ()
     """Draft lengths of steps that were measured on this very system, and to which these constants were adjusted. Without such a
-    step, or with longer drafts, a prediction is only an envelope."""
+    step, or with longer drafts, a prediction is only an envelope. Lengths in `cells` need not be repeated."""
+    cells: Cells = ()
+    """Steps that were measured on this very system, and replace the prediction: [draft length, batch size, milliseconds]."""
+    cells_context: NonNegativeFloat = 0
+    """Tokens of context of each request in these steps."""
+    cells_source: str = ""
+    """What they were measured with, which the answer repeats: card, versions, date."""
+
+    @field_validator("gpu", "model", "drafter", "engine")
+    @classmethod
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        file = {"gpu": "gpus", "engine": "engines"}.get(info.field_name or "", "models")
+        return known(file, name, [*(HEADS if info.field_name == "drafter" else ()), *info.data.get(file, ())])
 
     @model_validator(mode="after")
     def _fits(self) -> "RooflineCost":
-        model, gpu = entries("models")[self.model], entries("hardware")[self.gpu]
-        if (weights := 2 * model.parameters(model.experts) / self.tensor_parallel) > gpu.memory_bytes:
+        model, gpu = self._model(self.model), self._gpu
+        weights = model.weight_bytes * model.parameters(model.experts) / self.tensor_parallel
+        if weights > gpu.memory_bytes:
             held = f"{weights / 1e9:.0f} GB of weights, more than a {self.gpu} holds"
             raise ValueError(f"a GPU has {held}; raise tensor_parallel, or choose a larger gpu")
         return self
 
-    def step_times(self) -> Roofline:
-        names = ("host_step", "host_draft", "eager_layer")
-        given = {f"{name}_s": ms / 1e3 for name in names if (ms := getattr(self, f"{name}_ms")) is not None}
-        gpu = replace(entries("hardware")[self.gpu], **given)
-        policy = entries("models")[self.model]
-        return Roofline(gpu, policy, policy.drafter(self.drafter), self.tensor_parallel, self.graph_tokens or np.inf)
+    @property
+    def _gpu(self) -> Hardware:
+        return (entries("gpus") | self.gpus)[self.gpu]
+
+    def _model(self, name: str) -> Model:
+        return (entries("models") | self.models)[name]
+
+    @property
+    def measured_k(self) -> Iterable[int]:
+        """Draft lengths of measured steps, and 0."""
+        return {0, *self.drafted_k, *(k for k, *_ in self.cells)}
+
+    @property
+    def host(self) -> Engine:
+        """Times of the host: those of the engine's version, unless they are given."""
+        given = {"host_step_s": self.host_step_ms, "host_draft_s": self.host_draft_ms}
+        engine = replace(entries("engines")[self.engine], **{k: ms / 1e3 for k, ms in given.items() if ms is not None})
+        return replace(engine, async_scheduling=self.async_scheduling or engine.async_scheduling)
+
+    def step_times(self) -> Roofline | CalibratedRoofline:
+        gpu, policy = self._gpu, self._model(self.model)
+        if self.eager_layer_ms is not None:
+            gpu = replace(gpu, eager_layer_s=self.eager_layer_ms / 1e3)
+        drafter = policy.drafter(self.drafter) if self.drafter in HEADS else self._model(self.drafter)
+        times = Roofline(gpu, policy, drafter, self.host, self.tensor_parallel, self.graph_tokens or np.inf)
+        return CalibratedRoofline(times, seconds_by_cell(self.cells), self.cells_context) if self.cells else times
 
 
 class CellsCost(Section):
@@ -80,14 +132,13 @@ class CellsCost(Section):
 
     type: Literal["cells"]
     """Where step times come from."""
-    cells: Annotated[tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...], Field(min_length=1)]
+    cells: Annotated[Cells, Field(min_length=1)]
     """[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
     prefill_tokens_per_s: PositiveFloat | None = None
     """Prompt tokens computed per second. Default: prompts take no time."""
 
     def step_times(self) -> MeasuredCells:
-        cells = {(k, n): median(ms for *at, ms in self.cells if at == [k, n]) / 1e3 for k, n, _ in self.cells}
-        return MeasuredCells(cells, self.prefill_tokens_per_s)
+        return MeasuredCells(seconds_by_cell(self.cells), self.prefill_tokens_per_s)
 
 
 class WorkloadConfig(Section):
@@ -166,14 +217,19 @@ class System(Section):
     drafter: DrafterConfig | None = None
 
 
-def load_system(base: str | Path | Table, overrides: Sequence[str] = ()) -> System:
-    """Load a SYSTEM.toml, or take its fields, and apply key=value overrides. Raises ConfigError listing all problems."""
-    table = base if isinstance(base, dict) else read_tables([base], [])[0]
+def load_system(base: Sequence[str | Path] | Table, overrides: Sequence[str] = ()) -> System:
+    """Load SYSTEM.toml files, of which later ones win, or take the fields of a system, and apply key=value overrides.
+
+    Raises ConfigError listing all problems.
+    """
+    table = base if isinstance(base, dict) else reduce(merge, read_tables(base, []), Table())
     changes: Table = reduce(merge, read_tables([], overrides), {})
     system, changed = validated(System, merge(table, changes)), flatten(changes)
-    others = {f"cost.{name}" for name in ("gpu", "model", "tensor_parallel", "drafter")} & changed.keys()
-    kept = isinstance(system.cost, RooflineCost) and system.cost.drafted_k and "cost.drafted_k" not in changed
-    if kept and others:
-        fix = "give cost.drafted_k=[], and host_draft_ms and eager_layer_ms anew or none for the defaults"
-        raise ConfigError([f"{', '.join(sorted(others))}: cost.drafted_k was measured with another; {fix}"])
+    others = ("gpu", "model", "engine", "async_scheduling", "tensor_parallel", "drafter")
+    found = sorted({f"cost.{name}" for name in others} & changed.keys())
+    measured = [f"cost.{name}" for name in ("drafted_k", "cells") if f"cost.{name}" not in changed]
+    measured = [name for name in measured if getattr(system.cost, name.removeprefix("cost."), ())]
+    if found and measured:
+        fix = f"give {' '.join(f'{name}=[]' for name in measured)}, and host_draft_ms and eager_layer_ms anew or none"
+        raise ConfigError([f"{', '.join(found)}: {' and '.join(measured)} was measured with another; {fix}"])
     return system

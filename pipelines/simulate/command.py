@@ -11,6 +11,7 @@ from pipelines.simulate.report import report
 
 EPILOG = """\
   cotrain simulate configs/simulate/h100_node.toml drafter.k=2     a system that is described, with another k
+  cotrain simulate configs/simulate/h100_node.toml MEASURED.toml   the same, with steps that were measured on it
   cotrain simulate --run quickstart k=1                            a finished run, with another k
   cotrain simulate --run quickstart --check                        predict the run itself; status 1 if that is off
 
@@ -25,19 +26,19 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status, 1 if --check finds the run off. Raises ValueError for a mistake of the user."""
     parser = argparse.ArgumentParser(
         prog="cotrain simulate",
-        usage="cotrain simulate SYSTEM.toml|--run RUN [key=value...] [--check]",
+        usage="cotrain simulate SYSTEM.toml...|--run RUN [key=value...] [--check]",
         description="Simulate a step with and without speculation: is it worth it, with which k, and how sure is that?",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG + help_text(root=System) if {"-h", "--help"} & set(arguments) else None,
     )
-    parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system, and fields of it")
+    parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system; later ones win")
     parser.add_argument("--run", metavar="RUN", help="take the system from a finished run: a folder or a name")
     parser.add_argument("--check", action="store_true", help="with --run: predict the run itself from what it measured")
     options = parser.parse_intermixed_args(arguments)
     files = [text for text in options.given if "=" not in text or text.endswith(".toml")]
     overrides = [text for text in options.given if text not in files]
-    if len(files) + (options.run is not None) != 1:
-        raise ConfigError(["SYSTEM.toml: give one system, for example configs/simulate/cpu.toml, or --run RUN"])
+    if bool(files) == (options.run is not None):
+        raise ConfigError(["SYSTEM.toml: give a system, for example configs/simulate/cpu.toml, or --run RUN"])
     from pipelines.simulate.run_base import BOUND, compared, run_system
 
     if options.check:
@@ -48,6 +49,6 @@ def main(arguments: Sequence[str]) -> int:
         said = f"predicted {predicted:.2f} s, measured {measured:.2f} s: {error:+.1%}, bound {BOUND:.0%}"
         print(f"generation of held-out steps: {said}")
         return int(abs(error) > BOUND)
-    system = load_system(files[0], overrides) if files else run_system(find(options.run), overrides)
+    system = load_system(files, overrides) if files else run_system(find(options.run), overrides)
     print(report(Scenario(system)))
     return 0

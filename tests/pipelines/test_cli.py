@@ -46,6 +46,20 @@ def test_help_names_the_commands_without_torch() -> None:
     assert all(command in result.stdout for command in ("train", "verify", "bench", "drafters", "ui"))
 
 
+@pytest.mark.parametrize(("unbuffered", "help_status"), [("", 141), ("1", 0)])  # argparse itself ignores the second
+def test_a_reader_that_has_had_enough_ends_a_command_without_a_message(unbuffered: str, help_status: int) -> None:
+    """`cotrain simulate ... | head -1`, where the reader is gone before anything is written."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", f"{NO_TORCH} from pipelines.cli import main; sys.exit(main())"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    system = str(ROOT / "configs" / "simulate" / "cpu.toml")
+    for arguments, status in ((["--help"], help_status), (["simulate", system], 141)):
+        done = subprocess.run([*command, *arguments], env=env, stdout=write, stderr=subprocess.PIPE, check=False)
+        assert (done.returncode, done.stderr) == (status, b"")
+    os.close(write)
+
+
 def test_the_bare_command_prints_its_help() -> None:
     bare, asked = cotrain(without_torch=True), cotrain("--help", without_torch=True)
     assert (bare.returncode, bare.stdout, bare.stderr) == (asked.returncode, asked.stdout, "")
@@ -168,6 +182,16 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "load_config", broken)
     with pytest.raises(tomllib.TOMLDecodeError):
         cli.main(["train", SMOKE])
+
+
+def test_a_pipe_that_breaks_elsewhere_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("pipelines.cli.ui", broken)
+    with open(os.devnull, "w") as output, monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr(sys, "stdout", output)
+        main(["ui"])
 
 
 def test_ui_prints_the_server_and_the_page(tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cotrain.simulation.roofline import Hardware, Model, Roofline, entries, known
+from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries, known
 
-GPUS, MODELS = entries("hardware"), entries("models")
+GPUS, MODELS = entries("gpus"), entries("models")
 H100, GB200, SMALL = GPUS["h100-sxm"], GPUS["gb200"], MODELS["Qwen3-8B"]
 BATCH = np.array([1.0, 4.0, 16.0, 64.0, 256.0])
+ENGINE = Engine(1.2e-3, 0.4e-3, "never", "a test")
 
 
-def roofline(gpu: Hardware = H100, policy: Model = SMALL, kind: str = "eagle3", **fields: float) -> Roofline:
-    return Roofline(gpu, policy, policy.drafter(kind), **fields)
+def roofline(
+    gpu: Hardware = H100, policy: Model = SMALL, kind: str = "eagle3", engine: Engine = ENGINE, **fields: float
+) -> Roofline:
+    return Roofline(gpu, policy, policy.drafter(kind), engine, **fields)
 
 
 @pytest.mark.parametrize("policy", [SMALL, MODELS["Qwen3-30B-A3B"]], ids=["dense", "experts"])
@@ -32,16 +35,29 @@ def test_a_step_is_never_faster_than_the_data_sheet_allows(gpu: Hardware, policy
 
 
 def test_where_only_the_host_takes_time_the_ratio_follows_from_its_two_constants() -> None:
-    cost = roofline(replace(H100, host_step_s=4000.0, host_draft_s=1500.0))
+    cost = roofline(engine=Engine(4000.0, 1500.0, "never", "a test"))
     for k in (1, 3, 7):
         assert cost.base(k, BATCH) / cost.base(0, BATCH) == pytest.approx(1 + k * 1500 / 4000, rel=1e-4)
+
+
+def test_asynchronous_scheduling_hides_the_shorter_of_host_and_gpu() -> None:
+    """The draft passes wait for the host even then."""
+    free = {k: roofline(engine=replace(ENGINE, host_step_s=0.0)).base(k, BATCH) for k in (0, 3)}
+    for scheduling, hidden in (("always", (0, 3)), ("without_drafts", (0,)), ("never", ())):
+        for seconds in (1.2e-3, 50.0):
+            cost = roofline(engine=Engine(seconds, ENGINE.host_draft_s, scheduling, "a test"))  # type: ignore[arg-type]
+            for k in (0, 3):
+                expected = np.maximum(free[k], seconds) if k in hidden else free[k] + seconds
+                assert cost.base(k, BATCH) == pytest.approx(expected)
+    unloaded = roofline(engine=replace(ENGINE, host_step_s=0.0, host_draft_s=0.0))
+    assert free[3] - unloaded.base(3, BATCH) == pytest.approx(3 * ENGINE.host_draft_s)
 
 
 def test_more_bandwidth_is_never_slower_and_drafts_never_free() -> None:
     wide = roofline(replace(H100, memory_bandwidth=2 * H100.memory_bandwidth))
     for k in (0, 3):
         assert (wide.base(k, BATCH) < roofline().base(k, BATCH)).all() and wide.slope(k) < roofline().slope(k)
-    assert (roofline().base(3, BATCH) > roofline().base(0, BATCH) + 3 * H100.host_draft_s).all()
+    assert (roofline().base(3, BATCH) > roofline().base(0, BATCH) + 3 * ENGINE.host_draft_s).all()
     assert roofline().slope(3) > roofline().slope(0)
 
 
@@ -49,9 +65,9 @@ def test_steps_of_more_rows_than_were_captured_take_what_the_host_needs_to_start
     free, captured = roofline(GB200), roofline(GB200, graph_tokens=128)
     inside, outside = np.array([1.0, 16.0, 32.0]), np.array([33.0, 64.0])
     assert (captured.base(3, inside) == free.base(3, inside)).all()
-    eager = SMALL.layers * GB200.eager_layer_s + GB200.host_step_s
+    eager = SMALL.layers * GB200.eager_layer_s + ENGINE.host_step_s
     assert (free.base(3, outside) < eager).all()
-    assert captured.base(3, outside) == pytest.approx(eager + 3 * (2 * GB200.eager_layer_s + GB200.host_draft_s))
+    assert captured.base(3, outside) == pytest.approx(eager + 3 * (2 * GB200.eager_layer_s + ENGINE.host_draft_s))
 
 
 def test_tensor_parallel_splits_weights_and_cache_and_pays_for_all_reduces() -> None:
@@ -81,9 +97,70 @@ def test_every_entry_has_a_source_and_no_efficiency_above_one() -> None:
         assert "data sheet" in gpu.source and "AIConfigurator" in gpu.source
         assert max(gpu.bandwidth_efficiency, gpu.flops_efficiency, gpu.attention_efficiency) <= 1
     assert all("/" in policy.source for policy in MODELS.values())
+    assert all(engine.source for engine in entries("engines").values())
+
+
+def test_a_gpu_of_which_only_the_data_sheet_is_known_is_as_efficient_as_an_h100() -> None:
+    sheet = Hardware(H100.memory_bytes, H100.memory_bandwidth, H100.flops, H100.source)
+    assert sheet == H100
+
+
+def test_weights_of_one_byte_are_read_in_half_the_time() -> None:
+    """At one request, where nearly nothing else counts but launches."""
+    policy, gpu = MODELS["Qwen3-32B"], replace(H100, layer_s=0.0)
+    half = roofline(gpu, replace(policy, weight_bytes=1.0), engine=replace(ENGINE, host_step_s=0.0))
+    full = roofline(gpu, policy, engine=replace(ENGINE, host_step_s=0.0))
+    assert half.base(0, np.ones(1)) == pytest.approx(full.base(0, np.ones(1)) / 2, rel=0.01)
+    assert half.drafter.weight_bytes == full.drafter.weight_bytes == 2, "drafters are in bf16"
+
+
+MEASURED = {(0, 4): 9e-3, (0, 64): 13e-3, (3, 4): 12e-3, (3, 64): 22e-3}
+
+
+def test_measured_steps_take_the_place_of_the_rooflines_at_their_context() -> None:
+    given, cost = roofline(), CalibratedRoofline(roofline(), MEASURED, context=500)
+    for (k, batch), seconds in MEASURED.items():
+        at = np.array([float(batch)])
+        assert cost.base(k, at) + cost.slope(k) * batch * 500 == pytest.approx(seconds)
+        assert cost.covers(k, batch)
+    assert cost.slope(3) == given.slope(3) and cost.prefill(100) == given.prefill(100)
+    assert not cost.covers(0, 65) and not cost.covers(4, 8) and cost.covers(2, 8)
+
+
+def test_beyond_measured_steps_the_roofline_goes_on_from_them() -> None:
+    given, cost = roofline(), CalibratedRoofline(roofline(), MEASURED, context=0)
+    ratio = {cell: seconds / given.base(cell[0], np.array([float(cell[1])]))[0] for cell, seconds in MEASURED.items()}
+    for k, batch, expected in (
+        (0, 1.0, ratio[0, 4]),
+        (3, 256.0, ratio[3, 64]),
+        (5, 256.0, ratio[3, 64]),
+        (0, 16.0, (ratio[0, 4] + ratio[0, 64]) / 2),
+        (1, 4.0, (2 * ratio[0, 4] + ratio[3, 4]) / 3),
+    ):
+        assert cost.base(k, np.array([batch])) / given.base(k, np.array([batch])) == pytest.approx(expected)
+
+
+def test_measured_drafts_alone_leave_steps_without_drafts_as_they_were() -> None:
+    given = roofline()
+    cost = CalibratedRoofline(given, {(3, 16): 2 * given.base(3, np.array([16.0]))[0]}, context=0)
+    assert (cost.base(0, BATCH) == given.base(0, BATCH)).all() and not cost.covers(0, 16)
+    assert cost.base(3, BATCH) == pytest.approx(2 * given.base(3, BATCH))
+
+
+def test_noise_in_measured_steps_makes_no_draft_cheaper_than_none() -> None:
+    noisy = CalibratedRoofline(roofline(), MEASURED | {(2, 4): 7e-3}, context=0)
+    times = [noisy.base(k, np.array([4.0]))[0] for k in range(6)]
+    assert times == sorted(times) and times[2] == pytest.approx(7e-3)
+
+
+def test_a_measured_step_that_is_too_short_for_its_context_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cost\.cells: 9 ms are too few to read the context of 4; .* 200000"):
+        CalibratedRoofline(roofline(), MEASURED, context=200_000)
 
 
 def test_names_are_those_of_the_hub_or_answered_with_the_known_ones() -> None:
     assert known("models", "Qwen/Qwen3-8B") == known("models", "Qwen3-8B") == "Qwen3-8B"
-    with pytest.raises(ValueError, match=r"'Qwen/Qwen3-9B' is not in .*Llama-3\.1-8B.*did you mean"):
+    with pytest.raises(
+        ValueError, match=r"'Qwen/Qwen3-9B' is not known.*Llama-3\.1-8B.*\[cost\.models\.NAME\]; did you mean"
+    ):
         known("models", "Qwen/Qwen3-9B")

@@ -2,6 +2,8 @@
 
 import pytest
 
+from benchmarks import simulator_held
+from benchmarks.simulator_held import systems, whole_step
 from benchmarks.simulator_validation import (
     BEGIN,
     END,
@@ -14,6 +16,7 @@ from benchmarks.simulator_validation import (
     drains,
     long_drafts,
     prediction,
+    rule_errors,
     short_drafts,
     single_step,
     size,
@@ -24,25 +27,29 @@ from cotrain.simulation.roofline import entries
 from pipelines.simulate.report import BLIND, MEASURED
 
 
-def test_the_page_holds_the_table() -> None:
-    held = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert held.strip() == text(), (
-        "python -m benchmarks.simulator_validation writes the table of docs/measurements/simulator.md"
-    )
+@pytest.mark.parametrize(
+    ("begin", "end", "table"), [(BEGIN, END, text()), (simulator_held.BEGIN, simulator_held.END, simulator_held.text())]
+)
+def test_the_page_holds_the_tables(begin: str, end: str, table: str) -> None:
+    held = PAGE.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
+    assert held.strip() == table, f"the command in {begin} writes this table"
 
 
-@pytest.mark.parametrize("name", ["paper", "h100_surface", "cpu"])
+@pytest.mark.parametrize("name", ["paper", "h100_surface", "cpu", "held"])
 def test_measurements_have_a_source(name: str) -> None:
     tables = [part for part in data(name).values() if any(not isinstance(value, dict) for value in part.values())]
     assert tables and all(part.get("source") or "error" in part for part in tables)
 
 
 def test_what_the_report_says_of_known_predictions_is_what_they_were() -> None:
-    blind = prediction().errors(0).values()
-    assert BLIND[0] < min(blind) and max(blind) < BLIND[1] + 0.005
+    blind = [*prediction().errors(0).values(), *(error for held in systems() for error in held.errors().values())]
+    assert BLIND[0] < min(blind) < -0.28 and 1.9 < max(blind) < BLIND[1] + 0.005
     known = [*prediction().errors(1, short_drafts()).values(), *prediction().errors(3).values()]
     known += [drain.predicted / drain.measured - 1 for drain in drains()]
-    assert MEASURED[0] < min(known) < -0.01 and 0.19 < max(known) < MEASURED[1] + 0.005
+    for held in systems():
+        own, _ = held.from_one_row()
+        known += [e for (k, _), e in own.items() if k <= held.entry["reference"][0] and held.name != "E"]
+    assert MEASURED[0] < min(known) < -0.10 and 0.19 < max(known) < MEASURED[1] + 0.005
 
 
 def test_one_drafted_row_tells_the_others_of_its_length_and_the_step() -> None:
@@ -59,10 +66,34 @@ def test_long_drafts_leave_the_graphs() -> None:
     assert mean[0] > 0.5 and mean[1] < 0.08 and mean[2] < 0.06 and max(largest[1:]) < 0.12
 
 
-def test_the_default_of_the_gpu_is_what_the_drafted_row_gives() -> None:
-    costs, gpu = prediction().costs, entries("hardware")["gb200"]
-    assert 1e3 * gpu.host_draft_s == pytest.approx(costs[1]["host_draft_ms"], rel=0.02)
-    assert 1e3 * gpu.eager_layer_s == pytest.approx(costs[3]["eager_layer_ms"], rel=0.2)
+def test_the_host_of_an_engine_is_what_the_row_that_its_source_names_gives() -> None:
+    costs, engines = prediction().costs, entries("engines")
+    assert 1e3 * engines["nemo-rl-2026"].host_draft_s == pytest.approx(costs[1]["host_draft_ms"], rel=0.02)
+    assert 1e3 * entries("gpus")["gb200"].eager_layer_s == pytest.approx(costs[3]["eager_layer_ms"], rel=0.2)
+    fitted = {held.name: held for held in systems() if held.fitted}
+    assert {name: held.cost.engine for name, held in fitted.items()} == {
+        "A1": engines["vllm-2025-eagle3"],
+        "C": engines["vllm-2026"],
+    }
+    for held in fitted.values():
+        assert held.cost.engine.host_draft_s == pytest.approx(held.host_draft_s(held.row(*held.fitted)), rel=0.01)
+
+
+def test_held_systems_are_predicted_as_well_as_the_page_says() -> None:
+    """But for those with experts or a look-up, whose host time is not modelled."""
+    mean = {held.name: size(held.errors().values())[0] for held in systems() if held.errors()}
+    assert max(mean[name] for name in ("A1", "A2", "B1", "B2", "B3", "D", "F", "G")) < 0.085
+    assert mean["E"] > 1 and mean["H"] > 0.25, "still missed: the page says so"
+    lag, _, published = whole_step()
+    assert lag == pytest.approx(published, rel=0.02)
+
+
+def test_a_row_of_the_same_system_tells_more_than_the_rule_of_one_line() -> None:
+    """Over draft lengths and batches. At one draft length, the rule is as good: see the paper's rows."""
+    for held in systems():
+        own, rule = held.from_one_row()
+        assert not own or size(own.values())[0] < size(rule.values())[0]
+    assert size(rule_errors(short_drafts()).values())[0] < size(prediction().errors(1, short_drafts()).values())[0]
 
 
 def test_steps_of_an_h100_and_their_ratio_to_no_speculation() -> None:
