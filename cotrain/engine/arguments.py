@@ -46,10 +46,8 @@ class EngineSpec:
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """The arguments of AsyncEngineArgs. Raises ValueError when there are fewer GPUs than tensor-parallel ranks.
 
-    Without speculation, our scheduler only adds up steps, and extends the one that vLLM would choose by itself. With
-    speculation, vLLM's asynchronous scheduling is off: requests that are preempted while they speculate, as in every policy
-    update, would read memory that is not theirs (https://github.com/vllm-project/vllm/issues/49620). The price is that a
-    GPU waits for the scheduler in each step.
+    vLLM decides whether scheduling is asynchronous, except in an engine with a history: its drafts are looked up on the host,
+    from the tokens of the step that has just ended.
     """
     from vllm.platforms import current_platform
 
@@ -78,15 +76,12 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         # In a placement group of Ray, vLLM would otherwise ask Ray for workers.
         arguments["distributed_executor_backend"] = "mp"
     speculation = _speculation(spec)
-    overlaps = speculation is None and not on_cpu  # on a CPU vLLM never overlaps steps
-    arguments["scheduler_cls"] = (
-        f"{PACKAGE}.scheduling.{'OverlappingScheduler' if overlaps else 'DraftLengthScheduler'}"
-    )
+    if rollout.history is not None:
+        arguments["async_scheduling"] = False
     if speculation is not None:
         # vLLM would not use the last cached block of a prompt, because the drafter's last key and value in it follow from the
         # token behind it. The samples of a prompt have that token in common, and a block is a large part of a prompt on a CPU.
         speculation |= {"disable_eagle_block_drop": True} if on_cpu else {}
-        arguments["async_scheduling"] = False
         if not on_cpu and not GRAPH_ARGUMENTS & rollout.vllm.keys():
             arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs, rollout.num_speculative_tokens)
     if spec.weight_transfer != "files":
@@ -108,6 +103,11 @@ def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
         return {"method": "ngram", **config, **PROMPT_LOOKUP} if spec.speculates else None
     method, draws = spec.serving.method, spec.rollout.draft_sample_method
     return {"method": method, "model": spec.drafter_folder, "draft_sample_method": draws, **config}
+
+
+def scheduler_for(is_asynchronous: bool) -> str:
+    """Return the name of our scheduler that extends the one which vLLM would take."""
+    return f"{PACKAGE}.scheduling.{'OverlappingScheduler' if is_asynchronous else 'DraftLengthScheduler'}"
 
 
 def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:

@@ -178,7 +178,16 @@ class DraftingHook(TapHook):
         self._propose, model_runner.propose_draft_token_ids = model_runner.propose_draft_token_ids, self.draft
 
     def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
-        """Return what the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens."""
+        """Return what the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens.
+
+        With asynchronous scheduling, the next step takes each request's last token and number of new tokens from the device,
+        where vLLM's own function leaves them.
+        """
+        runner = self._runner
+        if runner.use_async_scheduling:
+            discarded = runner.discard_request_mask.gpu
+            last = runner.drafter.prepare_next_token_ids_padded(sampled, runner.requests, runner.input_batch, discarded)
+            runner._copy_valid_sampled_token_count(*last)
         return sampled.new_empty((sampled.shape[0], 0))
 
     def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:

@@ -117,9 +117,12 @@ def _differences(table: dict[str, str], found: dict[str, str | None]) -> list[st
 
 
 def _installed_parameters(path: str) -> str | None:
+    """The parameters of a function; None where its module or class has none of its own, even if the class inherits one."""
+    module, _, names = path.partition(":")
+    owner, _, last = names.rpartition(".")
     try:
-        return " ".join(inspect.signature(pkgutil.resolve_name(path)).parameters)
-    except (ImportError, AttributeError):
+        return " ".join(inspect.signature(vars(pkgutil.resolve_name(f"{module}:{owner}"))[last]).parameters)
+    except (ImportError, AttributeError, KeyError):
         return None
 
 

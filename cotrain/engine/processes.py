@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cotrain.config.lossless_guard import environment_problems
-from cotrain.engine.arguments import EngineSpec, engine_arguments
+from cotrain.engine.arguments import EngineSpec, engine_arguments, scheduler_for
 from cotrain.engine.engine_death import death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.worker import EngineWorker
@@ -45,9 +45,13 @@ class EngineProcesses:
             _check_environment()
 
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec)))
+        config = AsyncEngineArgs(**engine_arguments(self.spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        scheduling = config.scheduler_config
+        scheduling.scheduler_cls = scheduler_for(bool(scheduling.async_scheduling))
+        self._engine = AsyncLLM.from_vllm_config(config)
         history, has_drafter = self.spec.rollout.history, self.spec.drafter_folder is not None
         draws = self.spec.rollout.draft_sample_method == "probabilistic"
         index = None if history is None else (history.max_bytes, draws)

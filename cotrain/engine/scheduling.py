@@ -91,8 +91,8 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
 
 
 class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler, for engines without speculation, whose steps are only added up. It schedules the next step
-    while one runs, so the time of a step is still the time between two calls of `schedule`."""
+    """vLLM's asynchronous scheduler, watched. It schedules the next step while one runs, so the time of a step is still the time
+    between two calls of `schedule`, and the drafts of the step that runs stay on the device."""
 
 
 def _call_draft_lengths(core: Any, method: str, args: list[Any], options: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine import processes
-from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes
+from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, scheduler_for
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.engine.tap_admission import TapRequest
@@ -47,34 +47,24 @@ def test_variables_that_may_change_sampling_are_refused_with_speculation(
 
 def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
     arguments = engine_arguments(spec_of(tmp_path))
-    assert arguments["scheduler_cls"].endswith("DraftLengthScheduler") and arguments["max_num_seqs"] == 8
+    assert arguments["max_num_seqs"] == 8
     assert arguments["speculative_config"]["num_speculative_tokens"] == K
     assert arguments["per_request_spec_decode_metrics"] == "detailed"  # counts are sorted by draft length
 
 
-def test_without_speculation_vllm_schedules_as_it_would_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a scheduler that adds up steps, and overlaps them with scheduling where vLLM's own would: not on a CPU."""
-    from vllm.platforms import current_platform
-
-    arguments = engine_arguments(spec_of(tmp_path, None))
-    for name in ("speculative_config", "additional_config", "async_scheduling"):
-        assert name not in arguments
-    assert not issubclass(pkgutil.resolve_name(arguments["scheduler_cls"]), AsyncScheduler)
-    with monkeypatch.context() as gpu:
-        gpu.setattr(type(current_platform), "is_cpu", lambda self: False)
-        arguments = engine_arguments(spec_of(tmp_path, None))
-        assert issubclass(pkgutil.resolve_name(arguments["scheduler_cls"]), AsyncScheduler)
-        assert "async_scheduling" not in arguments
-        assert engine_arguments(spec_of(tmp_path))["scheduler_cls"].endswith("DraftLengthScheduler")
-    speculating = engine_arguments(spec_of(tmp_path))
-    assert speculating["async_scheduling"] is False and speculating["scheduler_cls"].endswith("DraftLengthScheduler")
+def test_vllm_decides_whether_scheduling_is_asynchronous_unless_there_is_a_history(tmp_path: Path) -> None:
+    with_history = {"history": {}}
+    for drafter, rollout in ((None, {}), ("drafter", {})):
+        assert "async_scheduling" not in engine_arguments(spec_of(tmp_path, drafter, **rollout))
+    for drafter in (None, "drafter"):
+        assert engine_arguments(spec_of(tmp_path, drafter, **with_history))["async_scheduling"] is False
+    assert issubclass(pkgutil.resolve_name(scheduler_for(True)), AsyncScheduler)
+    assert not issubclass(pkgutil.resolve_name(scheduler_for(False)), AsyncScheduler)
 
 
 def test_our_classes_are_where_vllm_is_told_to_find_them(tmp_path: Path) -> None:
     arguments = engine_arguments(spec_of(tmp_path))
-    for name in ("scheduler_cls", "worker_extension_cls", "distributed_executor_backend"):
+    for name in ("worker_extension_cls", "distributed_executor_backend"):
         assert inspect.isclass(pkgutil.resolve_name(arguments[name]))
 
 
@@ -171,11 +161,10 @@ def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monke
     assert Path(shard).read_text() == "features" and not written[0].exists()
     written[0].write_text("half of it")
 
-    async def stop_here(*_: object) -> None:
+    def stop_here(*_: object) -> None:
         raise RuntimeError("no engine here")
 
-    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", lambda arguments: None)
-    monkeypatch.setattr(engine, "on_workers", stop_here)
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs.create_engine_config", stop_here)
     with pytest.raises(RuntimeError, match="no engine here"):
         asyncio.run(engine.start())
     assert Path(shard).exists() and not written[0].exists()

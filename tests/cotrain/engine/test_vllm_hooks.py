@@ -17,6 +17,8 @@ HIDDEN = torch.randn(6, 4)
 class Runner:
     """What the hook reads of vLLM's model runner: two requests with 3 and 2 scheduled tokens."""
 
+    use_async_scheduling = False
+
     def __init__(self):
         self.input_batch = SimpleNamespace(req_ids=["b1r0-0a1b2c3d", "b1r1-4e5f6a7b"])
         self.input_ids = SimpleNamespace(gpu=torch.tensor([11, 12, 13, 21, 22, 0], dtype=torch.int32))

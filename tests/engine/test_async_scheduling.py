@@ -1,0 +1,48 @@
+"""Speculation with vLLM's asynchronous scheduling, which vLLM uses on GPUs: the tests of weights that change in mid-generation.
+
+Each update of the policy preempts all requests while a step is in flight.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cotrain.config.schema import RolloutConfig
+from cotrain.engine.arguments import EngineSpec
+from cotrain.process.scratch import scratch_folder
+from drafters.base import Drafter
+from tests.engine.async_on_cpu import scheduling_is_asynchronous
+from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
+from tests.engine.test_stream_engine import (  # noqa: F401
+    models,
+    swapped,
+    test_calls_overlap_and_each_gets_its_own,
+    test_every_token_is_stamped_with_the_policy_that_generated_it,
+    test_hidden_states_are_those_of_the_last_policy,
+    test_verification_steps_are_counted_by_policy_and_drafter,
+)
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engine(rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path) -> Iterator[LiveEngine]:
+    with scratch_folder("async") as scratch, scheduling_is_asynchronous():
+        live = LiveEngine(EngineSpec(rollout_config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
+        yield live
+        live.stop()
+
+
+def test_greedy_text_is_the_same_at_every_draft_length_and_while_it_changes(
+    fresh: LiveEngine, fitted_drafter: Drafter
+) -> None:
+    fresh.send_drafter(fitted_drafter.state_for_serving())
+    requests, texts = make_requests(12), []
+    assert fresh.engine._engine.vllm_config.scheduler_config.async_scheduling
+    for length in (0, 3, 1):
+        fresh.run(fresh.engine.set_num_speculative_tokens(length))
+        texts.append(tokens(fresh.greedy(requests)))
+    fresh.run(fresh.engine.time_draft_lengths([request.prompt_token_ids for request in requests]))
+    texts.append(tokens(fresh.greedy(requests)))
+    assert all(text == texts[0] for text in texts)
