@@ -219,7 +219,7 @@ class PolicyLearner:
         needs, and other tensors in turn (see COMPARED_EVERY), which the engines compare with what they received.
         """
         model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), None
-        if self._config.weight_transfer != "files":
+        if self._config.sends_without_file:
             known = sharding.layout(model, dtype)
             names = {name for name in known if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
             names |= {*list(known)[self.policy_version % COMPARED_EVERY :: COMPARED_EVERY]}
