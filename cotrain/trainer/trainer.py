@@ -44,6 +44,10 @@ of a prompt tend to come back in its response."""
 
 STATE = "trainer.pt"
 
+MIXED_PRECISION = ("cuda",)
+"""Devices on which matrix products of training and scoring are in bfloat16, in which engines serve there too. Weights, gradients,
+the optimizer's moments, and probabilities and losses are float32 everywhere."""
+
 
 class TrainingDiverged(RunFailure, FloatingPointError):
     """A loss, gradient or weight of the drafter is not finite."""
@@ -68,7 +72,7 @@ STATE_CLASSES: list[Any] = [
 
 
 class DrafterTrainer:
-    """Trains a drafter, in float32, on features of recent policy versions, and keeps published drafters."""
+    """Trains a drafter on features of recent policy versions, and keeps published drafters. See MIXED_PRECISION."""
 
     def __init__(
         self, spec: TrainerSpec, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"
@@ -220,7 +224,8 @@ class DrafterTrainer:
         """Take one optimizer step on a batch."""
         rows, sampling = batch
         target = self.target_weights[rows.policy_version]
-        loss, per_position = drafter_loss(self.drafter, rows.to(self._device), target, sampling)
+        with self._precision():
+            loss, per_position = drafter_loss(self.drafter, rows.to(self._device), target, sampling)
         self._optimizer.zero_grad()
         loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
@@ -313,12 +318,16 @@ class DrafterTrainer:
     def _served_depth(self) -> int:
         return min(self._spec.num_speculative_tokens, self.drafter.shape.trained_depth)
 
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._device, torch.bfloat16, enabled=self._device in MIXED_PRECISION)
+
     def _starts(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[StartAcceptance]]:
         """Return, for each drafter, the acceptance at the starts of these rollouts, by batch."""
         parts, config = [], self._spec.drafter
         for rows, sampling in batches_of(records, config.batch_tokens):
             target = self.target_weights[rows.policy_version]
-            parts.append(acceptances(drafters, rows.to(self._device), target, sampling))
+            with self._precision():
+                parts.append(acceptances(drafters, rows.to(self._device), target, sampling))
         return [[part[i] for part in parts] for i in range(len(drafters))]
 
     def _cause(self, target: TargetWeights) -> str:
