@@ -27,7 +27,7 @@ from cotrain.records import (
 from cotrain.run.checkpoint import RunState, latest_checkpoint
 from cotrain.run.rows import read_rows
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
-from tests.cotrain.simulated_roles import Engines, Policy, go, output
+from tests.cotrain.simulated_roles import Drafter, Engines, Policy, go, output
 
 NO_DRAFTS = GainReport(seconds=1.0, seconds_without=1.0)
 """The report of a step in which speculation would not have paid."""
@@ -312,7 +312,10 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
     monkeypatch.setattr(Engines, "begin_generate", begin_generate)
     monkeypatch.setattr("tests.cotrain.simulated_roles.Reactor.is_there", lambda *_: written["now"])
     monkeypatch.setattr(Policy, "begin_save", lambda self, folder, weights=True: (folder.mkdir(), Pending([None]))[1])
+    dropped: list[int] = []
+    monkeypatch.setattr(Drafter, "begin_drop_earlier_versions", lambda _: dropped.append(controller.step + 1))
     controller.run()
+    assert dropped == [3, 6], "not where a run ends or is stopped in between"
     assert there == [(step, step >= 5) for step in range(7)], "begun after step 3, and whole in step 5"
     rows = read_rows(controller.run_dir.metrics)
     assert [row["step"] for row in rows if "time/checkpoint_s" in row] == [3, 6, 7]
