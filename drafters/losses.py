@@ -160,8 +160,10 @@ def _comparisons(
     """Compare drafters with the target, a chunk of ascending target rows at a time.
 
     heads: for each drafter, the states its head reads at each draft position, the head, and its teacher. Yields the
-    drafter's index, the draft position, its starts [R] in this chunk, the states [R, H] there, and the comparison.
+    drafter's index, the draft position, its starts [R] in this chunk, the states [R, H] there, and the comparison. Everything
+    but products with a head is in float32 or wider, also under autocast.
     """
+    heads = [(hidden, in_product_dtype(head), teacher) for hidden, head, teacher in heads]
     supervised = [(row.nonzero()[:, 0], alignment.target_rows(k)) for k, row in enumerate(alignment.supervised)]
     all_rows = torch.cat([target_rows for _, target_rows in supervised]).unique()
     for chunk in all_rows.split(CHUNK_TOKENS) if len(all_rows) else ():
@@ -175,10 +177,12 @@ def _comparisons(
                 continue
             starts, rows = starts_of_k[begin:end], rows_of_k[begin:end]
             for index, (hidden, head, teacher) in enumerate(heads):
-                states = hidden[k][starts]
+                states = hidden[k][starts].to(head.dtype)
                 logits = at_least_float32(states @ head.T)
                 p, drawn = probabilities[index][torch.searchsorted(chunk, rows)], teacher.drawn_draft_ids(rows)
-                yield index, k, starts, states, compare(p, logits, drawn, teacher.sampling, with_gradient)
+                with torch.autocast(logits.device.type, enabled=False):
+                    result = compare(p, logits, drawn, teacher.sampling, with_gradient)
+                yield index, k, starts, states, result
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -236,19 +240,22 @@ class _DraftLoss(torch.autograd.Function):
         # A head that is the target's own is not trained; its gradient would be as large as the head.
         of_head = torch.zeros_like(draft_head) if with_gradients and ctx.needs_input_grad[3] else None
 
-        compared = _comparisons([(hidden, draft_head, teacher)], alignment, with_gradients)
+        head = in_product_dtype(draft_head)
+        compared = _comparisons([(hidden, head, teacher)], alignment, with_gradients)
         for _, k, starts, states, result in compared:
             accepted[:, k, starts] = result.accepted
             # Target rows ascend, so the acceptance of a start's earlier positions is already known.
             weight = reach_weights(accepted[0, :k, starts]) / num_starts[k]
             weights[k] += weight.sum()
-            loss += weight @ result.loss
+            loss += torch.dot(weight, result.loss)  # which autocast leaves alone
             per_position[k] += result.loss.sum() / num_starts[k]
             if result.gradient is not None:
-                gradient = result.gradient.mul_(weight[:, None]).to(draft_head.dtype)
-                if of_head is not None:
+                gradient = result.gradient.mul_(weight[:, None]).to(states.dtype)
+                if of_head is not None and states.dtype == of_head.dtype:
                     of_head.addmm_(gradient.T, states)
-                of_hidden[k][starts] = gradient @ draft_head
+                elif of_head is not None:
+                    of_head += gradient.T @ states
+                of_hidden[k][starts] = (gradient @ head).to(of_hidden[k].dtype)
 
         total = weights.sum().clamp(min=torch.finfo(accepted.dtype).tiny)
         ctx.save_for_backward(*(None if g is None else g.div_(total) for g in (of_head, *of_hidden)))
@@ -258,6 +265,12 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient, *_):
         return (None,) * 3 + tuple(None if g is None else g * loss_gradient for g in ctx.saved_tensors)
+
+
+def in_product_dtype(matrix: Tensor) -> Tensor:
+    """Return a matrix in the number format of its products: under autocast that of autocast, and otherwise its own."""
+    device = matrix.device.type
+    return matrix.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else matrix
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

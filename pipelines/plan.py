@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import config_folder
-from cotrain.process.cluster import place
+from cotrain.process.cluster import place, weight_transfer
 from cotrain.process.placement import bundles_of, nodes_for, roles_of
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import read_config
@@ -42,6 +42,7 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
         here = {role: gpus.get(role, 0) for role in roles if node_of[role] == node}
         names = [role if share in (0, 1) else f"{role} ({share:g} GPU)" for role, share in here.items()]
         lines.append(f"  {node}, {sum(here.values()):g} of {gpus_per_node} GPUs: {', '.join(names) or 'nothing'}")
+    lines.append(f"Policy updates reach the engines by: {weight_transfer(config, [gpus_per_node] * nodes)}")
     try:
         folder = config_folder(config.policy.model)
     except ValueError as error:

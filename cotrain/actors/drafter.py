@@ -45,8 +45,11 @@ class Drafter(Learner[DrafterTrainer]):
     def write_payload(self, path: Path, version: int) -> WeightPayload:
         return self._call(DrafterTrainer.write_payload, path, version)
 
-    def save(self, folder: Path) -> None:
-        self._call(DrafterTrainer.save, folder)
+    def begin_drop_earlier_versions(self) -> Pending[None]:
+        return self._begin(DrafterTrainer.drop_earlier_versions)
+
+    def begin_save(self, folder: Path) -> Pending[None]:
+        return self._begin(DrafterTrainer.save, folder)
 
     def load(self, folder: Path) -> None:
         self._call(DrafterTrainer.load, folder)

@@ -46,7 +46,7 @@ class RolloutEngines(Replicas):
 
     def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
-        if self._config.policy.weight_transfer != "files":
+        if self._config.policy.sends_without_file:
             self._transfer = PolicyTransfer(learner, self._cluster, self._nodes, self._config)
 
     def come_back(self, engine: int) -> None:

@@ -32,6 +32,12 @@ class Policy(Learner[PolicyLearner]):
     def write_payload(self, path: Path) -> WeightPayload:
         return self._from_rank_0(self._call(PolicyLearner.write_payload, path))
 
+    def begin_write_payload(self, path: Path) -> Pending[WeightPayload | None]:
+        return self._begin(PolicyLearner.write_payload, path)
+
+    def finish_payload(self, pending: Pending[WeightPayload | None]) -> WeightPayload:
+        return self._from_rank_0(self.finish(pending))
+
     def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
         self._call(PolicyLearner.connect_engines, client, num_workers, address, port)
 
@@ -44,8 +50,8 @@ class Policy(Learner[PolicyLearner]):
     def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
         return self._from_rank_0(self._call(PolicyLearner.response_draws, rollouts, sampling, logit_tolerance))
 
-    def save(self, folder: Path, weights: bool = True) -> None:
-        self._call(PolicyLearner.save, folder, weights)
+    def begin_save(self, folder: Path, weights: bool = True) -> Pending[None]:
+        return self._begin(PolicyLearner.save, folder, weights)
 
     def load(self, folder: Path) -> None:
         self._call(PolicyLearner.load, folder)

@@ -82,6 +82,7 @@ class Replicas(ABC):
         number of steps before this start. It is part of each engine's seed, so that a resumed engine does not draw the noise
         of the first steps again.
         """
+        policy = self._config.policy
         self._specs = [
             EngineSpec(
                 rollout=self._config.rollout,
@@ -91,7 +92,7 @@ class Replicas(ABC):
                 seed=derived_seed("engine", self._config.seed, i, first_step),
                 scratch=str(self._nodes.scratch[node] / _role(i)),
                 versions=self._current.versions,
-                weight_transfer=self._config.policy.weight_transfer,
+                weight_transfer=policy.weight_transfer if policy.sends_without_file else "files",
             )
             for i, node in enumerate(self.node_of)
         ]

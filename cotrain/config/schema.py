@@ -48,9 +48,10 @@ class PolicyConfig(Section):
     """Learner processes (data parallel through Accelerate)."""
     sharding: Literal["fsdp2"] | None = None
     """fsdp2: each learner process holds a shard of weights, gradients and optimizer state. Default: all of it (DDP)."""
-    weight_transfer: Literal["files", "nccl", "ipc"] = "files"
+    weight_transfer: Literal["auto", "files", "nccl", "ipc"] = "auto"
     """How weights reach the engines. files: checked before any engine is changed, and undone if one refuses. nccl: from GPU to GPU.
-    ipc: within one shared GPU. After nccl and ipc some weights are compared, and an engine that differs is restarted."""
+    ipc: within one shared GPU. After nccl and ipc some weights are compared, and an engine that differs is restarted. auto: nccl
+    where engines and learner have GPUs of their own, ipc on a single GPU, and else files."""
     advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
     """Advantage of a sample: its reward minus the mean of its prompt's samples (Dr. GRPO), also divided by their std (GRPO)."""
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
@@ -80,6 +81,11 @@ class PolicyConfig(Section):
     """padded: rollouts right-padded, sorted by length. packed: several in a row, kept apart by a block-diagonal mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+
+    @property
+    def sends_without_file(self) -> bool:
+        """Whether weights go from the learner's memory to the engines; False while "auto" is not resolved."""
+        return self.weight_transfer in ("nccl", "ipc")
 
 
 class HistoryConfig(Section):

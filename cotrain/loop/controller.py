@@ -6,6 +6,7 @@ generated all the time, and engines take weights in the middle of them. Every to
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,14 +17,15 @@ from cotrain.loop.checks import Checks
 from cotrain.loop.ledger import check_lag
 from cotrain.loop.producer import GroupResult, Producer, Prompts
 from cotrain.loop.roles import Roles
+from cotrain.loop.saving import Checkpoints
 from cotrain.loop.step import Clock, StepResult
 from cotrain.loop.training import DrafterTraining
 from cotrain.policy.losses import group_advantages
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.publish.decision import Outcome
-from cotrain.records import RolloutBatch, ScoredRollout, SwapReport, Versions
-from cotrain.run.checkpoint import RunState, new_checkpoint
+from cotrain.records import RolloutBatch, ScoredRollout, SwapReport, Versions, WeightPayload
+from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
@@ -32,9 +34,6 @@ from cotrain.tasks.prompts import write_samples
 
 POLICY_FILE = "policy.safetensors"
 """File with the policy's weights on their way to the engines, in a shared-memory folder of the learner's node."""
-
-HISTORY = "history.safetensors"
-"""File of a checkpoint with the index of finished rollouts, if the engines draft from history."""
 
 
 @dataclass
@@ -77,6 +76,7 @@ class Controller:
         self.last_rollouts: list[ScoredRollout] = []
         """The rollouts that the last step trained on."""
         self.producer = Producer(config, roles, prompts, records.events, state.step, state.stream)
+        self._checkpoints = Checkpoints(config, run_dir, roles)
         self.checks = Checks(config, roles, records.console, state.step + 1, state.lossless)
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
@@ -91,21 +91,32 @@ class Controller:
         Raises RunFailure before the first step when a checkpoint without its tensors cannot be saved.
         """
         try:
-            self._save(trial=True)
+            self._checkpoints.try_out(self._snapshot(self.state))
         except Exception as error:
             raise RunFailure(
                 f"checkpoints of this run cannot be saved in {self.run_dir.checkpoints}: {error}"
             ) from error
-        while self.step < self.config.steps and not stop_requested():
-            try:
-                result = self._one_step(self.step + 1)
-            except TaskFailed as failure:
-                raise self._saved(failure) from None
-            self._report(result)
-            last = self.step == self.config.steps or stop_requested()
-            if last or self.step % self.config.checkpoint.every == 0:
-                self._save()
+        try:
+            self._steps(stop_requested)
+        except TaskFailed as failure:
+            raise self._saved(failure) from None
+        except Exception:
+            with suppress(RunFailure):  # a role that has died has not saved
+                self._checkpoints.finish()
+            raise
         return self.step == self.config.steps
+
+    def _steps(self, stop_requested: Callable[[], bool]) -> None:
+        while self.step < self.config.steps and not stop_requested():
+            self._report(self._one_step(self.step + 1, stop_requested))
+        self._save_last()
+
+    def _save_last(self) -> None:
+        """Save the last whole step, unless it has been."""
+        self._checkpoints.finish()
+        if self.step and not self.run_dir.checkpoint(self.step).exists():
+            self._checkpoints.begin(self._snapshot(self.state))
+            self._checkpoints.finish()
 
     @property
     def step(self) -> int:
@@ -122,7 +133,7 @@ class Controller:
         """Text that every step line shows while an alarm has switched speculation off; None otherwise."""
         return None if self.roles.publisher is None else self.roles.publisher.mode
 
-    def _one_step(self, step: int) -> StepResult:
+    def _one_step(self, step: int, stop_requested: Callable[[], bool]) -> StepResult:
         clock, served, lag = Clock(self.records.console), self.versions, self.config.stream.max_policy_lag
         speculates = self.config.speculates and self.mode is None
         self.producer.admit(taps := speculates and self.roles.drafter is not None)
@@ -140,18 +151,27 @@ class Controller:
         history = self.config.rollout.history is not None
         proposers = self.roles.engines.proposer_metrics() if history else {}
         with clock.phase("learn"):
-            outcome, learned = self._learn(step, scored, window.batch, clock)
+            outcome, learned, payload = self._learn(step, scored, window.batch, clock)
         self.checks.log_probs(step, learned, max(served.policy - r.segments[0].versions.policy for r in rollouts))
         swaps: dict[str, SwapReport] = {}
-        if self.config.policy.train:
+        if payload is not None:
             with clock.phase("swap_policy"):
-                swaps["policy"] = self._swap_policy(step)
+                swaps["policy"] = self._swap_policy(step, payload)
         self.producer.release()
         if outcome is not None:
             outcomes.append(outcome)
             if outcome.swap is not None:
                 swaps["drafter"] = outcome.swap
                 self._keep_drafter(step, outcome)
+        last = step == self.config.steps or stop_requested()
+        if last or step % self.config.checkpoint.every == 0:
+            with clock.phase("checkpoint"):
+                state = replace(self.state, step=step, versions=self.versions)
+                state = replace(state, seconds=state.seconds + clock.step_seconds)
+                self._checkpoints.begin(self._snapshot(state))
+                if last:  # no step follows in which the roles could write
+                    self._checkpoints.wait()
+        learned |= self._checkpoints.metrics()
         seconds = clock.seconds | {"step": clock.step_seconds}
         prompts = {group.prompt.id: group.prompt for group in groups}
         return StepResult(
@@ -162,6 +182,7 @@ class Controller:
         taken: list[GroupResult] = []
 
         def is_there() -> bool:
+            self._checkpoints.poll()
             taken.extend(self.producer.take() or ())
             return bool(taken)
 
@@ -191,16 +212,18 @@ class Controller:
 
     def _learn(
         self, step: int, scored: list[ScoredRollout], batch: RolloutBatch, clock: Clock
-    ) -> tuple[Outcome | None, dict[str, float]]:
+    ) -> tuple[Outcome | None, dict[str, float], Pending[WeightPayload | None] | None]:
         """Update the policy. Meanwhile, score the drafters, decide which one serves, and train the drafter.
 
-        With lag, the drafter's training continues during the next step. Returns the decision and the metrics of all learning.
-        Raises DrafterAlarm, once recorded, if one ends the run.
+        With lag, the drafter's training continues during the next step. Returns the decision, the metrics of all learning, and
+        the file of the new weights, which is written while the drafter still trains. Raises DrafterAlarm, once recorded, if one
+        ends the run.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
         update = policy.begin_update(scored) if self.config.policy.train else None
         outcome: Outcome | None = None
         metrics: dict[str, float] = {}
+        payload = None
         if drafter is not None and publisher is not None and self.mode is None:
             self.roles.reactor.wait(self._heads.references)
             outcome = publisher.evaluate(step, batch)
@@ -219,21 +242,23 @@ class Controller:
             began, ended = policy.last_call
             clock.seconds["update"] = ended - began
             self.records.events.write(step, {"time": ended, "event": "policy updated", "seconds": ended - began})
+            self.roles.reactor.wait(
+                self._heads.references
+            )  # the trainer must have read the file before it is written again
+            payload = policy.begin_write_payload(self.roles.nodes.scratch[policy.node] / POLICY_FILE)
         if self._training is not None:
             if not self.config.stream.max_policy_lag:
                 self._training.finish()
             metrics = metrics | self._training.metrics()
-        return outcome, metrics
+        return outcome, metrics, payload
 
-    def _swap_policy(self, step: int) -> SwapReport:
+    def _swap_policy(self, step: int, written: Pending[WeightPayload | None]) -> SwapReport:
         drafter, nodes, ledger, reactor = self.roles.drafter, self.roles.nodes, self.producer.ledger, self.roles.reactor
         if self.config.stream.on_swap == "finish":
             started = time.perf_counter()
             reactor.until(lambda: not ledger.count("admitted", "dispatched"))
             self.producer.windows.waited(time.perf_counter() - started)
-        reactor.wait(self._heads.references)  # the trainer must have read the file before it is written again
-        version = self.versions.policy + 1
-        payload = self.roles.policy.write_payload(nodes.scratch[self.roles.policy.node] / POLICY_FILE)
+        version, payload = self.versions.policy + 1, self.roles.policy.finish_payload(written)
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
             self._heads = drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), version)
@@ -273,23 +298,17 @@ class Controller:
 
     def _saved(self, failure: TaskFailed) -> TaskFailed:
         """Save what is finished, since the producer raises the failure before anything of the step is trained on."""
-        if self.step and not self.run_dir.checkpoint(self.step).exists():
-            self._save()
+        self._save_last()
         advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
         return TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}")
 
-    def _save(self, trial: bool = False) -> None:
-        publisher, drafter = self.roles.publisher, self.roles.drafter
-        state = replace(
-            self.state,
+    def _snapshot(self, state: RunState) -> RunState:
+        """Return `state` with all that a checkpoint holds besides what the roles save."""
+        publisher = self.roles.publisher
+        return replace(
+            state,
             config=self.config.model_dump(mode="json"),
             lossless=self.checks.monitor.state(),
             drafting=None if publisher is None else publisher.state(),
             stream=self.producer.state(),
         )
-        with new_checkpoint(self.run_dir, state, self.config.checkpoint.keep_last, trial) as folder:
-            self.roles.policy.save(folder / "policy", not trial)
-            if drafter is not None and not trial:  # the first drafter has been saved into the run folder
-                drafter.save(folder / "drafter")
-            if self.config.rollout.history is not None:
-                self.roles.engines.save_history(folder / HISTORY)

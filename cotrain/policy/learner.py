@@ -29,6 +29,8 @@ from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
+from cotrain.weights.digests import DigestedFile
+from cotrain.weights.payload import save_tensors, write_tensors
 from drafters.base import SamplingParams
 from drafters.files import CONFIG, GENERATION_CONFIG, WEIGHTS
 
@@ -217,11 +219,11 @@ class PolicyLearner:
         needs, and other tensors in turn (see COMPARED_EVERY), which the engines compare with what they received.
         """
         model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), None
-        if self._config.weight_transfer != "files":
+        if self._config.sends_without_file:
             known = sharding.layout(model, dtype)
             names = {name for name in known if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
             names |= {*list(known)[self.policy_version % COMPARED_EVERY :: COMPARED_EVERY]}
-        return sharding.write_weights(model, Path(path), dtype, names)
+        return sharding.write_weights(model, dtype, partial(write_tensors, path=path), names)
 
     def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
         """Prepare to send weights from memory to the engines; the arguments are those of policy_sender.connect."""
@@ -286,10 +288,11 @@ class PolicyLearner:
                 if file.is_file():
                     shutil.copyfile(file, folder / file.name)
             state = {"policy_version": self.policy_version, "scheduler": self._scheduler.state_dict()}
-            torch.save(state, folder / LEARNER_STATE)
+            with DigestedFile(folder / LEARNER_STATE) as state_file:
+                torch.save(state, state_file)
         if not weights:
             return
-        sharding.write_weights(model, folder / WEIGHTS, torch.float32)
+        sharding.write_weights(model, torch.float32, partial(save_tensors, path=folder / WEIGHTS))
         # Only after the weights: reading those reshards what FSDP leaves unsharded after a forward pass without gradients.
         sharding.save_optimizer(model, self._optimizer, folder)
         self._accelerator.wait_for_everyone()

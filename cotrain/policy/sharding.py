@@ -4,10 +4,12 @@ The functions that take a model also work when each rank holds the whole policy.
 marked as collective; under FSDP, the ranks wait for each other in it.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -15,15 +17,18 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from cotrain.records import WeightPayload
-from cotrain.weights.payload import Manifest, write_tensors
+from cotrain.weights.digests import SUFFIX, DigestedFile
+from cotrain.weights.payload import Manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 OPTIMIZER_STATE = "optimizer"
 """Folder in a checkpoint that holds the optimizer state, in the format of torch.distributed.checkpoint."""
@@ -71,16 +76,19 @@ def whole_tensors(
 
 
 def write_weights(
-    model: "PreTrainedModel", path: Path, dtype: torch.dtype, names: set[str] | None = None
-) -> WeightPayload | None:
-    """On rank 0, write the tensors of whole_tensors to a safetensors file and describe it. Other ranks return None.
+    model: "PreTrainedModel",
+    dtype: torch.dtype,
+    write: Callable[[Manifest, Iterator[tuple[str, Tensor]]], T],
+    names: set[str] | None = None,
+) -> T | None:
+    """On rank 0, write the tensors of whole_tensors and return what `write` does. Other ranks return None.
 
     Collective. Raises OSError when the disk is full.
     """
     tensors = whole_tensors(model, dtype, names)
     try:
         if not distributed.is_initialized() or distributed.get_rank() == 0:
-            return write_tensors(layout(model, dtype, names), tensors, path)
+            return write(layout(model, dtype, names), tensors)
         return None
     finally:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -88,10 +96,26 @@ def write_weights(
                 pass
 
 
+class _DigestedFiles(FileSystem):
+    """The files of torch.distributed.checkpoint, as DigestedFile writes them."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        with DigestedFile(os.fspath(path)) as stream:
+            yield stream
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        for suffix in ("", SUFFIX):
+            os.replace(f"{os.fspath(path)}{suffix}", f"{os.fspath(new_path)}{suffix}")
+
+
 def save_optimizer(model: "PreTrainedModel", optimizer: Optimizer, folder: Path) -> None:
     """Write the optimizer state by parameter name, each rank its part; write nothing before the first step. Collective."""
     if optimizer.state:
-        checkpoint.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / OPTIMIZER_STATE)
+        writer = FileSystemWriter(folder / OPTIMIZER_STATE, sync_files=False)  # DigestedFile flushes them
+        writer.fs = _DigestedFiles()
+        checkpoint.save(get_optimizer_state_dict(model, optimizer), storage_writer=writer)
 
 
 def load_optimizer(model: "PreTrainedModel", optimizer: Optimizer, folder: Path) -> None:

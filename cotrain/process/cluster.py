@@ -61,6 +61,16 @@ def temporary_files(folder: str | Path) -> dict[str, str]:
     return environment
 
 
+def weight_transfer(config: RunConfig, gpus_of_nodes: Sequence[int]) -> str:
+    """Return policy.weight_transfer, with "auto" resolved: "nccl", "ipc" or, where GPUs are shared or missing, "files"."""
+    ranks, num_gpus = config.rollout.tensor_parallel_size, sum(gpus_of_nodes)
+    if config.policy.weight_transfer != "auto":
+        return config.policy.weight_transfer
+    if num_gpus >= ranks * config.rollout.num_engines + config.policy.num_processes:
+        return "nccl"
+    return "ipc" if num_gpus == 1 else "files"
+
+
 def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[str, float]]:
     """Return the device of all roles, "cpu" if there is no GPU and else "cuda", and the GPUs of each role that needs any.
 
@@ -117,6 +127,7 @@ class Cluster:
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
             gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
             self.device, self.gpus = place(config, gpus)
+            self.weight_transfer = weight_transfer(config, gpus)
             self._group, self.node_of = reserve(config, self.gpus)
             self._stack = stack.pop_all()
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run: one folder per step, which is either complete or does not exist.
 
 Everything is written into a temporary folder. COMPLETE, the list of all files with their digests, is written last, and one
-rename gives the folder its name. A folder without a valid COMPLETE, or with a changed file, is never loaded.
+rename gives the folder its name. A folder without a valid COMPLETE, or with a changed file, is never loaded. Large files are hashed
+while they are written (DigestedFile), so that none of them is read again.
 """
 
 import errno
@@ -23,12 +24,13 @@ from pydantic import TypeAdapter
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
+from cotrain.weights.digests import SUFFIX, file_digest, take_digest
 from drafters.config import Section
 from drafters.files import CONFIG, GENERATION_CONFIG, INDEX, flush, write_json
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 10
+SCHEMA = 11
 MIB, FINGERPRINT_MIB = 2**20, 1024
 FREE = (
     "steps", "checkpoint.*", "tracking.*", "cluster.*", "lossless.*", "policy.micro_batch_tokens", "policy.num_processes",
@@ -61,19 +63,21 @@ class RunState:
 def new_checkpoint(run_dir: RunDir, state: RunState, keep_last: int, trial: bool = False) -> Iterator[Path]:
     """Yield the folder for the learners to save into; on leaving, make it the newest checkpoint and delete old ones.
 
-    trial: delete the folder instead, once its state is read back. Raises OSError naming the fix when the disk is full.
+    `state` is written at once, so it may change meanwhile. trial: delete the folder instead, once its state is read back. Raises
+    OSError naming the fix when the disk is full.
     """
     final = run_dir.checkpoint(state.step)
     folder = run_dir.checkpoints / f".tmp_{final.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        yield folder
         write_json(folder / "state.json", asdict(state))
-        paths = sorted(folder.rglob("*"))
+        yield folder
+        paths = [path for path in sorted(folder.rglob("*")) if path.suffix != SUFFIX]
         for path in paths:
-            flush(path)
-        files = {path.relative_to(folder).as_posix(): file_digest(path) for path in paths if path.is_file()}
+            if not path.with_name(path.name + SUFFIX).exists():  # a file with a digest beside it has been flushed
+                flush(path)
+        files = {path.relative_to(folder).as_posix(): take_digest(path) for path in paths if path.is_file()}
         write_json(folder / "COMPLETE", {"schema": SCHEMA, "files": files})
         flush(folder)
         if trial:
@@ -210,8 +214,3 @@ def is_disk_full(error: BaseException | None, folder: Path) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return shutil.disk_usage(folder).free < 2**20
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

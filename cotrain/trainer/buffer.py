@@ -33,7 +33,7 @@ class FeatureBuffer:
         self.records: list[FeatureRecord] = []
         """Oldest first."""
         self._used: set[FeatureRecord] = set()  # in this epoch
-        self._dropped_for_bytes = self._dropped_for_age = self._untrainable = 0
+        self._dropped_for_bytes = self._dropped_for_age = self._dropped_for_checkpoints = self._untrainable = 0
 
     @property
     def policy_versions(self) -> set[int]:
@@ -51,6 +51,13 @@ class FeatureBuffer:
         while surplus > 0:
             surplus -= self.records.pop(0).num_bytes
             self._dropped_for_bytes += 1
+        self._used &= set(self.records)
+
+    def drop_earlier_versions(self) -> None:
+        """Drop all rollouts but those of the newest policy version held, so that a checkpoint needs the head of this one only."""
+        newest = max(self.policy_versions, default=0)
+        held, self.records = self.records, [record for record in self.records if record.policy_version == newest]
+        self._dropped_for_checkpoints += len(held) - len(self.records)
         self._used &= set(self.records)
 
     def sample(self, batch_tokens: int, rng: torch.Generator) -> TrainingBatch:
@@ -87,6 +94,7 @@ class FeatureBuffer:
             "drafter/buffer_bytes": sum(record.num_bytes for record in self.records),
             "drafter/buffer_dropped_for_bytes": self._dropped_for_bytes,
             "drafter/buffer_dropped_for_age": self._dropped_for_age,
+            "drafter/buffer_dropped_for_checkpoints": self._dropped_for_checkpoints,
             "drafter/untrainable_rollouts": self._untrainable,
         }
 

@@ -25,10 +25,12 @@ from cotrain.trainer.memory import return_freed_blocks
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
-from cotrain.weights.payload import write_payload
+from cotrain.weights.digests import DigestedFile
+from cotrain.weights.payload import save_tensors, write_payload
 from drafters.acceptance import StartAcceptance, rollout_acceptances
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
+from drafters.files import CONFIG, WEIGHTS, write_json
 from drafters.losses import acceptances, drafter_loss
 from drafters.scores import RolloutAcceptance
 
@@ -41,6 +43,10 @@ PROMPT_TOKEN_WEIGHT = 0.1
 of a prompt tend to come back in its response."""
 
 STATE = "trainer.pt"
+
+MIXED_PRECISION = ("cuda",)
+"""Devices on which matrix products of training and scoring are in bfloat16, in which engines serve there too. Weights, gradients,
+the optimizer's moments, and probabilities and losses are float32 everywhere."""
 
 
 class TrainingDiverged(RunFailure, FloatingPointError):
@@ -66,7 +72,7 @@ STATE_CLASSES: list[Any] = [
 
 
 class DrafterTrainer:
-    """Trains a drafter, in float32, on features of recent policy versions, and keeps published drafters."""
+    """Trains a drafter on features of recent policy versions, and keeps published drafters. See MIXED_PRECISION."""
 
     def __init__(
         self, spec: TrainerSpec, model_path: str | Path, init_folder: str | Path | None, device: str = "cpu"
@@ -218,7 +224,8 @@ class DrafterTrainer:
         """Take one optimizer step on a batch."""
         rows, sampling = batch
         target = self.target_weights[rows.policy_version]
-        loss, per_position = drafter_loss(self.drafter, rows.to(self._device), target, sampling)
+        with self._precision():
+            loss, per_position = drafter_loss(self.drafter, rows.to(self._device), target, sampling)
         self._optimizer.zero_grad()
         loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)
@@ -262,13 +269,22 @@ class DrafterTrainer:
         """Write a publication for the engines, in their number format."""
         return write_payload(self._published[version].state_for_serving(), path, self.serving_dtype)
 
-    def save(self, folder: str | Path, with_features: bool = True) -> None:
-        """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, target weights.
+    def drop_earlier_versions(self) -> None:
+        """Train no more on features of earlier policy versions than the newest held: a checkpoint then has one target head."""
+        self._buffer.drop_earlier_versions()
 
+    def save(self, folder: str | Path, with_features: bool = True) -> None:
+        """Write everything an exact continuation needs: drafters in float32, optimizer, buffer, heads of the buffer's versions.
+
+        Whoever loads it sets the target weights of the policy's own version, which are in the policy's checkpoint too.
         with_features: False leaves out buffer and target weights, so that no text of a rollout is written to disk.
         """
-        self.drafter.save(folder, torch.float32)
-        state = {
+        folder, needed = Path(folder), self._buffer.policy_versions
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = sorted(self.drafter.state_dict().items(), key=lambda item: -item[1].itemsize)
+        save_tensors({name: (tuple(t.shape), t.dtype) for name, t in weights}, weights, folder / WEIGHTS)
+        write_json(folder / CONFIG, self.drafter.to_config(self.drafter.shape) | {"torch_dtype": "float32"})
+        state: dict[str, Any] = {
             "progress": self._progress,
             "rng": self._rng.get_state(),
             "optimizer": self._optimizer.state_dict(),
@@ -276,8 +292,11 @@ class DrafterTrainer:
             "published": {version: drafter.state_dict() for version, drafter in self._published.items()},
             "held": None if self._held is None else (self._held[0], self._held[1].state_dict()),
         }
-        features = {"buffer": self._buffer, "target_weights": self.target_weights} if with_features else {}
-        torch.save(state | features, Path(folder) / STATE)
+        if with_features:
+            state |= {"buffer": self._buffer}
+            state |= {"target_weights": {v: w for v, w in self.target_weights.items() if v in needed}}
+        with DigestedFile(folder / STATE) as file:
+            torch.save(state, file)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
@@ -299,12 +318,16 @@ class DrafterTrainer:
     def _served_depth(self) -> int:
         return min(self._spec.num_speculative_tokens, self.drafter.shape.trained_depth)
 
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._device, torch.bfloat16, enabled=self._device in MIXED_PRECISION)
+
     def _starts(self, drafters: Sequence[Drafter], records: Sequence[FeatureRecord]) -> list[list[StartAcceptance]]:
         """Return, for each drafter, the acceptance at the starts of these rollouts, by batch."""
         parts, config = [], self._spec.drafter
         for rows, sampling in batches_of(records, config.batch_tokens):
             target = self.target_weights[rows.policy_version]
-            parts.append(acceptances(drafters, rows.to(self._device), target, sampling))
+            with self._precision():
+                parts.append(acceptances(drafters, rows.to(self._device), target, sampling))
         return [[part[i] for part in parts] for i in range(len(drafters))]
 
     def _cause(self, target: TargetWeights) -> str:

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from io import BufferedWriter
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cotrain.records import WeightPayload, WeightUpdateRefused
+from cotrain.weights.digests import DigestedFile
 from drafters.files import weight_files
 
 Manifest = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -52,19 +54,12 @@ def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path:
     Raises OSError when the disk is full.
     """
     path = Path(path)
-    header, places = _header(layout)
-    partial, digests = path.with_suffix(".partial"), {}
+    order = sorted(layout, key=lambda name: (-layout[name][1].itemsize, name))  # that of the safetensors library
+    partial, digests = path.with_suffix(".partial"), dict[str, str]()
     try:
         with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(header)
-            for name, tensor in tensors:
-                assert (tuple(tensor.shape), tensor.dtype) == layout[name], f"{name}: {tensor.shape} {tensor.dtype}"
-                data = _bytes(tensor)
+            for name, data in _write(file, layout, order, tensors):
                 digests[name] = xxhash.xxh3_128_hexdigest(data)
-                file.seek(places[name])
-                file.write(data)
-                del tensor, data  # to free their memory before the next one is made
-        assert digests.keys() == layout.keys(), f"never came: {sorted(layout.keys() - digests.keys())[:4]}"
         os.replace(partial, path)
     except OSError as error:
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
@@ -73,9 +68,37 @@ def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path:
     return WeightPayload(str(path), path.stat().st_size, digests)
 
 
-def _header(layout: Manifest) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, as the safetensors library writes it, and where in the file each tensor begins."""
-    names = sorted(layout, key=lambda name: (-layout[name][1].itemsize, name))
+def save_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path: str | Path) -> None:
+    """Write a safetensors file for a checkpoint, flushed and with its digest beside it, like write_tensors otherwise.
+
+    Tensors that come in the order of `layout`, all of one number format, are written from the first byte to the last.
+    """
+    with DigestedFile(path) as file:
+        for _ in _write(file, layout, sorted(layout, key=lambda name: -layout[name][1].itemsize), tensors):
+            pass
+
+
+def _write(
+    file: BufferedWriter, layout: Manifest, order: list[str], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, memoryview]]:
+    """Write a safetensors file with the tensors in this order. Yields each name and its bytes, once written."""
+    header, places = _header(layout, order)
+    file.write(header)
+    left = set(layout)
+    for name, tensor in tensors:
+        assert (tuple(tensor.shape), tensor.dtype) == layout[name], f"{name}: {tensor.shape} {tensor.dtype}"
+        data = _bytes(tensor)
+        if file.tell() != places[name]:
+            file.seek(places[name])
+        file.write(data)
+        left.discard(name)
+        yield name, data
+        del tensor, data  # to free their memory before the next one is made
+    assert not left, f"never came: {sorted(left)[:4]}"
+
+
+def _header(layout: Manifest, names: list[str]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file with the tensors in this order, and where in the file each tensor begins."""
     sizes = [torch.Size(layout[name][0]).numel() * layout[name][1].itemsize for name in names]
     spans = dict(zip(names, pairwise(accumulate(sizes, initial=0)), strict=True))
     fields = {

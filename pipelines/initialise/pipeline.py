@@ -168,10 +168,10 @@ class Initialisation:
         tokens = [sum(len(rollout.sequence[0]) for rollout in part) for part in steps]
         updates = [ceil(config.init.epochs * number / config.drafter.batch_tokens) for number in tokens]
         trainer, metrics = self._trainer(sum(updates)), RowFile(run_dir.metrics, resumed_step=state.step)
-        trainer.set_target_weights(self.model, policy_version=0)
         if state.step:
             trainer.load(run_dir.checkpoint(state.step) / "trainer")
-        else:
+        trainer.set_target_weights(self.model, policy_version=0)
+        if not state.step:
             texts = [(torch.tensor(r.prompt_token_ids), torch.tensor(r.token_ids)) for r in rollouts]
             trainer.choose_first_vocabulary(texts, policy_version=0)
         for step in range(state.step + 1, len(steps) + 1):

@@ -52,6 +52,8 @@ def train(config: RunConfig, resume: bool) -> int:
             importing.start()
             cluster = Cluster(config, run_dir.logs, run_dir.resume)
             stack.callback(cluster.stop)
+            policy = config.policy.model_copy(update={"weight_transfer": cluster.weight_transfer})
+            config = config.model_copy(update={"policy": policy})
             importing.join()
             from pipelines.train import run
 
@@ -96,6 +98,7 @@ def banner(
     notes["devices"] = f"CPU, {num_cores()} threads for each process"
     if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
+        notes["policy updates"] = config.policy.weight_transfer
     notes["mlflow"] = f"cotrain ui{uri_argument(tracking_uri(config))}"
     logs, metrics = shlex.quote(str(run_dir.logs)), shlex.quote(str(run_dir.metrics))
     return notes | {"log": f"tail -f {logs}/*.log", "metrics": f"tail -f {metrics}"}

@@ -19,6 +19,7 @@ STAGES = {
     "lossless": "check of losslessness",
     "learn": "policy and drafter training",
     "swap_policy": "policy swap",
+    "checkpoint": "checkpoint",
 }
 DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
 SERVED, SPEEDUP = "rollout/acceptance_length", "rollout/speedup_vs_no_speculation"

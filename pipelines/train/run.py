@@ -9,11 +9,12 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
-from cotrain.loop.controller import HISTORY, POLICY_FILE, Controller
+from cotrain.loop.controller import POLICY_FILE, Controller
 from cotrain.loop.controller import Records as Records
 from cotrain.loop.producer import Prompts as Prompts
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
+from cotrain.loop.saving import HISTORY
 from cotrain.lossless.family import GreedyCheck, compare_greedy
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure

@@ -83,6 +83,9 @@ class Reactor:
 
     def wait(self, references: Any) -> None: ...
 
+    def is_there(self, reference: Any) -> bool:
+        return True
+
     def watch(self, tick: Any, describe: Any) -> None: ...
 
 
@@ -95,10 +98,11 @@ class Learner:
     def finish(self, begun: Pending[Any]) -> Any:
         return begun.references
 
-    def save(self, folder: Path, weights: bool = True) -> None:
+    def begin_save(self, folder: Path, weights: bool = True) -> Pending[Any]:
         folder.mkdir()
         if self.unsaveable:
             raise ValueError(self.unsaveable)
+        return Pending([])
 
 
 class Policy(Learner):
@@ -109,8 +113,11 @@ class Policy(Learner):
     def begin_update(self, rollouts: list[Any]) -> Pending[Any]:
         return Pending({"policy/rollout_log_prob_gap": self.log_prob_gap})  # type: ignore[arg-type]
 
-    def write_payload(self, path: Path) -> WeightPayload:
-        return WeightPayload(str(path), 10, {})
+    def begin_write_payload(self, path: Path) -> Pending[Any]:
+        return Pending(WeightPayload(str(path), 10, {}))  # type: ignore[arg-type]
+
+    def finish_payload(self, pending: Pending[Any]) -> Any:
+        return self.finish(pending)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:
         raise AssertionError("the checks that ask for them are replaced")
@@ -140,6 +147,9 @@ class Drafter(Learner):
 
     def save_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir(parents=True)
+
+    def begin_drop_earlier_versions(self) -> Pending[Any]:
+        return Pending([])
 
 
 class Nodes:

@@ -1,12 +1,16 @@
 """Whole steps of the controller with simulated roles: what it writes, when it stops, and that a resume changes nothing."""
 
+import errno
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cotrain.actors.learner import Pending
 from cotrain.loop.controller import Controller
 from cotrain.loop.producer import GroupResult
 from cotrain.process.failures import RunFailure, SelfCheckFailed, TaskFailed
@@ -23,7 +27,7 @@ from cotrain.records import (
 from cotrain.run.checkpoint import RunState, latest_checkpoint
 from cotrain.run.rows import read_rows
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
-from tests.cotrain.simulated_roles import Engines, Policy, go, output
+from tests.cotrain.simulated_roles import Drafter, Engines, Policy, go, output
 
 NO_DRAFTS = GainReport(seconds=1.0, seconds_without=1.0)
 """The report of a step in which speculation would not have paid."""
@@ -289,6 +293,67 @@ def test_what_cannot_be_saved_ends_the_run_before_its_first_step(start: Any, mon
     assert list(controller.run_dir.checkpoints.iterdir()) == []
     controller.run(lambda: True)
     assert list(controller.run_dir.checkpoints.iterdir()) == [], "what was tried is no checkpoint"
+
+
+def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_metrics(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = start(World(GOOD), steps=7)
+    there: list[tuple[int, bool]] = []
+    written = {"now": False}
+
+    def begin_generate(engines: Engines, *_: Any) -> RolloutBatch:
+        """What a step finds when its generation begins; the roles have written their parts when the one after it does."""
+        step, world = controller.step, engines.world
+        there.append((step, latest_checkpoint(controller.run_dir) is not None))
+        written["now"] = step >= 4
+        return world.generate(step + 1)
+
+    monkeypatch.setattr(Engines, "begin_generate", begin_generate)
+    monkeypatch.setattr("tests.cotrain.simulated_roles.Reactor.is_there", lambda *_: written["now"])
+    monkeypatch.setattr(Policy, "begin_save", lambda self, folder, weights=True: (folder.mkdir(), Pending([None]))[1])
+    dropped: list[int] = []
+    monkeypatch.setattr(Drafter, "begin_drop_earlier_versions", lambda _: dropped.append(controller.step + 1))
+    controller.run()
+    assert dropped == [3, 6], "not where a run ends or is stopped in between"
+    assert there == [(step, step >= 5) for step in range(7)], "begun after step 3, and whole in step 5"
+    rows = read_rows(controller.run_dir.metrics)
+    assert [row["step"] for row in rows if "time/checkpoint_s" in row] == [3, 6, 7]
+    assert [row["step"] for row in rows if "time/checkpoint_written_s" in row] == [5, 7]
+    assert all(row["time/step_s"] > row["time/checkpoint_s"] for row in rows if "time/checkpoint_s" in row)
+    assert latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(7)
+
+
+def test_the_policys_file_is_written_while_the_drafter_trains(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = start(World(GOOD))
+    begin, trains = Policy.begin_write_payload, []
+
+    def begin_write_payload(policy: Policy, path: Path) -> Pending[Any]:
+        trains.append(controller._training.under_way)
+        return begin(policy, path)
+
+    monkeypatch.setattr(Policy, "begin_write_payload", begin_write_payload)
+    go(controller, 2)
+    assert trains == [True, True]
+
+
+def test_a_role_that_cannot_save_ends_the_run_and_leaves_the_checkpoint_before(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = start(World(GOOD), steps=9)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finish = Policy.finish
+
+    def fail(policy: Policy, begun: Pending[Any]) -> Any:
+        if begun.references == [] and controller.step >= 6:
+            raise full
+        return finish(policy, begun)
+
+    monkeypatch.setattr(Policy, "finish", fail)
+    with pytest.raises(OSError, match=r"disk full while saving step 6 in .*continue with --resume first"):
+        controller.run()
+    assert controller.step == 6 and latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(3)
+    assert [path.name for path in controller.run_dir.checkpoints.iterdir()] == ["step_000003"]
 
 
 def test_log_probs_of_other_tokens_stop_the_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from cotrain.config.schema import OptimizerConfig
 from cotrain.optimizer import learning_rate_factor
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.records import Segment, Versions
+from cotrain.weights.digests import file_digest
 
 
 def weights_after(model: str, updates: int = 1, **policy: Any) -> dict[str, torch.Tensor]:
@@ -281,12 +282,18 @@ def test_small_files_are_saved_as_they_came_and_without_weights_on_trial(tiny_mo
     learner, rollouts = make_learner(str(policy)), make_rollouts(str(policy))
     learner.save(tmp_path / "trial", weights=False)
     assert {path.name for path in (tmp_path / "trial").iterdir()} == {
-        "config.json", "generation_config.json", "learner.pt",
+        "config.json", "generation_config.json", "learner.pt", "learner.pt.xxh3",
     }  # fmt: skip
     learner.update(rollouts)
     learner.save(tmp_path / "saved")
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "saved" / name).read_bytes() == (policy / name).read_bytes()
+    files = [
+        path for path in (tmp_path / "saved").rglob("*") if path.is_file() and path.suffix not in (".json", ".xxh3")
+    ]
+    assert {path.name for path in files} == {"learner.pt", "model.safetensors", ".metadata", "__0_0.distcp"}
+    for path in files:  # all but the small files are hashed while they are written
+        assert path.with_name(f"{path.name}.xxh3").read_text() == file_digest(path)
     resumed = make_learner(str(policy))
     resumed.load(tmp_path / "saved")
     assert resumed.update(rollouts) == learner.update(rollouts)

@@ -11,7 +11,7 @@ import pytest
 from ray import exceptions
 
 from cotrain.config.errors import walk_sections
-from cotrain.process.cluster import STARTING_FACTOR, Cluster, engine_device, free_port, place
+from cotrain.process.cluster import STARTING_FACTOR, Cluster, engine_device, free_port, place, weight_transfer
 from cotrain.process.failures import RunFailure, SelfCheckFailed
 from cotrain.process.placement import bundles_of, nodes_for
 
@@ -57,6 +57,29 @@ def test_weights_pass_between_gpus_only_where_each_role_can_reach_them(run_confi
     policy = {"model": "tiny:llama", "weight_transfer": transfer}
     with pytest.raises(ValueError, match=problem) if problem else nullcontext():
         assert placed(run_config, [num_gpus], policy=policy)[0] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sizes", "expected"),
+    [
+        (0, {}, "files"),
+        (1, {}, "ipc"),
+        (2, {}, "nccl"),
+        (3, {"ranks": 2}, "nccl"),
+        (3, {"engines": 2, "learners": 2}, "files"),  # two roles share a GPU, which NCCL refuses
+        (4, {"engines": 2, "learners": 2}, "nccl"),
+    ],
+)
+def test_policies_go_from_gpu_to_gpu_where_that_works_unless_a_user_says_otherwise(
+    run_config, num_gpus, sizes, expected
+):
+    config = sized(run_config, **sizes)
+    assert weight_transfer(config, [num_gpus]) == expected
+    resolved = config.policy.model_copy(update={"weight_transfer": expected})
+    place(config.model_copy(update={"policy": resolved}), [num_gpus])
+    assert resolved.sends_without_file == (expected != "files") and not config.policy.sends_without_file
+    asked = config.policy.model_copy(update={"weight_transfer": "files"})
+    assert weight_transfer(config.model_copy(update={"policy": asked}), [num_gpus]) == "files"
 
 
 def test_every_process_gets_a_gpu_when_there_are_enough(run_config):

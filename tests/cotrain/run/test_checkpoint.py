@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 from cotrain.records import Versions
@@ -24,6 +26,7 @@ from cotrain.run.checkpoint import (
     newest_state,
 )
 from cotrain.run.run_dir import RunDir
+from cotrain.weights.digests import DigestedFile, file_digest
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def test_a_checkpoint_of_another_version_is_neither_used_nor_passed_over(run):
     """Passed over, it would be deleted with all that a run from the first step on writes again."""
     save(run, 1)
     (run.checkpoint(1) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
-    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 10: resume with"):
+    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 11: resume with"):
         latest_checkpoint(run)
     assert run.checkpoint(1).is_dir()
 
@@ -105,6 +108,40 @@ def test_one_byte_in_the_middle_of_a_large_file_is_noticed(run, caplog):
     assert find_defect(run.checkpoint(2)) == "policy/model.safetensors has changed since it was saved"
     assert latest_checkpoint(run) == run.checkpoint(1)
     assert "policy/model.safetensors has changed since it was saved" in caplog.text
+
+
+def test_a_file_that_was_hashed_while_it_was_written_is_not_read_again(run, monkeypatch):
+    monkeypatch.setattr("cotrain.weights.digests.file_digest", lambda path: "0" if path.stat().st_size > 4096 else "1")
+    with new_checkpoint(run, state_at(1), 9) as folder:
+        with DigestedFile(folder / "whole") as file:
+            for part in (b"x", bytes(5 * 2**20), bytearray(b"yz")):
+                file.write(part)
+        with DigestedFile(folder / "jumped") as file:
+            file.write(bytes(8000))
+            file.seek(4)
+            file.write(b"back")
+    files = json.loads((run.checkpoint(1) / "COMPLETE").read_text())["files"]
+    assert files == {
+        "whole": xxhash.xxh3_128(b"x" + bytes(5 * 2**20) + b"yz").hexdigest(),
+        "jumped": "0",
+        "state.json": "1",
+    }
+    assert sorted(path.name for path in run.checkpoint(1).iterdir()) == ["COMPLETE", "jumped", "state.json", "whole"]
+    monkeypatch.undo()
+    flip_byte(run.checkpoint(1) / "whole", 3 * 2**20)
+    assert find_defect(run.checkpoint(1)) == "jumped has changed since it was saved", "whose digest was made up above"
+    monkeypatch.setattr(
+        "cotrain.run.checkpoint.file_digest",
+        lambda path: files[path.name] if path.name != "whole" else file_digest(path),
+    )
+    assert find_defect(run.checkpoint(1)) == "whole has changed since it was saved"
+
+
+def test_the_state_is_that_of_the_moment_in_which_the_checkpoint_was_begun(run):
+    stream = {"groups": [1]}
+    with new_checkpoint(run, replace(state_at(1), stream=stream), 9):
+        stream["groups"].append(2)
+    assert load_state(run.checkpoint(1)).stream == {"groups": [1]}
 
 
 def test_there_may_be_no_checkpoint(run):
@@ -152,7 +189,8 @@ from cotrain.run.run_dir import RunDir
 run = RunDir(pathlib.Path(sys.argv[1]), "a")
 kill = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "writing":
-    checkpoint.write_json = kill
+    write = checkpoint.write_json
+    checkpoint.write_json = lambda path, content: kill() if path.name == "COMPLETE" else write(path, content)
 elif sys.argv[2] == "sealing":
     replace = os.replace
     os.replace = lambda source, target: kill() if "step_" in str(target.name) else replace(source, target)

@@ -94,6 +94,7 @@ def test_saved_and_loaded_trainer_continues_bit_for_bit(new_trainer, target, sha
     first.save(tmp_path / "saved")
     second = new_trainer(**fields)
     second.load(tmp_path / "saved")
+    second.set_target_weights(payload_of(target), 2)  # of the policy's own version, as a run does when it starts
     rows_in_two += [without_times(second.train(2, 1))]
     rows_in_two += steps(second, target, shard_of, [3])
 
@@ -190,6 +191,30 @@ def test_heads_are_kept_as_long_as_features_need_them(new_trainer, target, shard
     run_steps(trainer, target, shard_of, [1, 2, 3])
     # Buffer: versions 1 and 2 (max_age 1); 3 is served next; 0 has left.
     assert sorted(trainer.target_weights) == [1, 2, 3]
+
+
+def test_a_checkpoint_holds_one_head_once_earlier_versions_are_dropped(new_trainer, target, shard_of, tmp_path):
+    trainer = new_trainer(updates_per_step=1)
+    run_steps(trainer, target, shard_of, [1, 2], num_updates=1)
+
+    def saved_heads(name):
+        trainer.save(tmp_path / name)
+        resumed = new_trainer()
+        resumed.load(tmp_path / name)
+        return sorted(resumed.target_weights), resumed
+
+    assert saved_heads("between")[0] == [0, 1], (
+        "those that the buffer needs; the policy's checkpoint has that of version 2"
+    )
+    trainer.drop_earlier_versions()
+    heads, resumed = saved_heads("due")
+    assert heads == [1] and {record.policy_version for record in resumed._buffer.records} == {1}
+    sizes = [(tmp_path / name / "trainer.pt").stat().st_size for name in ("between", "due")]
+    assert sizes[0] - sizes[1] > 2 * VOCAB * 64 * 4, "embedding and head of version 0"
+    for one in (trainer, resumed):
+        one.set_target_weights(payload_of(target), 2)
+    rows = [run_steps(one, target, shard_of, [3], num_updates=2) for one in (trainer, resumed)]
+    assert rows[0] == rows[1] and rows[0][0]["drafter/buffer_dropped_for_checkpoints"] == 8
 
 
 def test_each_batch_is_taught_by_the_head_of_its_own_version(new_trainer, target, shard_of, tmp_path, monkeypatch):
