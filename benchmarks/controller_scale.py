@@ -1,0 +1,170 @@
+"""What does a group cost the controller, however many are in flight? Producer, ledger, reactor and scoring, without Ray.
+
+    python -m benchmarks.controller_scale [--engines 64] [--in-flight 100 1000 10000] [--lags 0 1] [--seed 0]
+
+Engines and the scorer are fakes that answer at once, one call at a time, in random order; their own time is not counted, and
+neither is Ray's. Everything else is what a run uses: events are written to a file, prompts are drawn, and steps are taken
+in order. A group has 16 responses of 8 tokens, so what tokens cost is not in here. Prints a Markdown table. CPU time is that
+of this process; wall time includes what else runs on the machine.
+"""
+
+import argparse
+import platform
+import random
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cotrain.config.schema import RunConfig
+from cotrain.loop.producer import Producer, Prompts
+from cotrain.loop.reactor import Reactor
+from cotrain.loop.roles import Roles
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Versions, Window
+from cotrain.run.rows import RowFile
+from cotrain.tasks.prompts import PromptOrder
+
+SAMPLES, SLOTS, PROMPT_TOKENS, DATASET = 16, 256, 200, 50_000
+TOKENS, LOG_PROBS = [5] * 8, [-1.0] * 8
+
+LEAST_GROUPS = 2_000
+"""A cell has as many steps as make this many groups, and at least 3."""
+
+
+class Reference:
+    """A call under way: what it generates or scores."""
+
+    def __init__(self, what: list[Any]):
+        self.what = what
+
+
+class Cluster:
+    """Ray as the reactor sees it. Every wait has one result, that of any call under way."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.seconds, self.most = random.Random(seed), 0.0, 0
+
+    def wait_any(self, references: list[Reference], timeout: float) -> list[Reference]:
+        self.most = max(self.most, len(references))
+        return [references[self.random.randrange(len(references))]]
+
+    def get(self, references: list[Reference]) -> list[Any]:
+        began = time.process_time()
+        results = [answer(reference.what) for reference in references]
+        self.seconds += time.process_time() - began
+        return results
+
+
+def answer(what: list[Any]) -> Any:
+    """The batch of some requests, or the rewards of some responses."""
+    if not what or isinstance(what[0], str):
+        return [1.0] * len(what)
+    now = Versions(0, 0)
+    rollouts = [
+        Rollout(r.prompt_id, r.sample_index, r.prompt_token_ids, TOKENS, LOG_PROBS, "x", "stop", now, None)
+        for r in what
+    ]
+    return RolloutBatch(rollouts, [], None, 1.0, len(TOKENS) * len(rollouts))
+
+
+class Engines:
+    """Engines that never die and draft from no history."""
+
+    def __init__(self, number: int):
+        self.in_dispatch = list(range(number))
+
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
+        return Reference(requests)
+
+    def share_history(self, engine: int, rollouts: list[Rollout]) -> None: ...
+
+    def take_windows(self) -> dict[int, Window]:
+        return {}
+
+
+class Rewards:
+    """A scorer that has started."""
+
+    starting = Reference([])
+
+    def begin(self, prompt: Prompt, responses: list[str]) -> Reference:
+        return Reference(responses)
+
+
+class Task:
+    def __len__(self) -> int:
+        return DATASET
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(f"p{index}", [], None)
+
+
+def measure(in_flight: int, lag: int, engines: int, seed: int, folder: Path) -> list[float]:
+    """Return CPU ms and wall ms a group, CPU seconds a step, and the most calls under way at once."""
+    groups = in_flight // (lag + 1)
+    steps = max(3, LEAST_GROUPS // groups)
+    rollout = {"prompts_per_step": groups, "samples_per_prompt": SAMPLES, "num_engines": engines}
+    policy = {"model": "tiny:llama"}
+    if lag:
+        policy |= {"old_log_probs": "recomputed", "behaviour_correction": "truncate"}
+    config = RunConfig(
+        name="controller",
+        steps=steps + lag + 1,
+        run_root=folder,
+        policy=policy,
+        drafter={"model": {"type": "eagle3"}},
+        task={"type": "reasoning_gym", "name": "chain_sum"},
+        rollout=rollout | {"vllm": {"max_num_seqs": SLOTS}},
+        stream={"max_policy_lag": lag},
+    )
+    cluster = Cluster(seed)
+    reactor = Reactor(cluster, 60.0)
+    tokenizer = SimpleNamespace(apply_chat_template=lambda *_, **__: [1] * PROMPT_TOKENS)
+    prompts = Prompts(Task(), PromptOrder(DATASET, groups, seed), tokenizer)
+    roles = Roles(Engines(engines), Rewards(), None, None, None, reactor, None, None)
+    producer = Producer(config, roles, prompts, RowFile(folder / "stream.jsonl"))
+    began, began_cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        one_step(producer, reactor)
+    wall, cpu = time.perf_counter() - began, time.process_time() - began_cpu - cluster.seconds
+    number = groups * steps
+    return [1000 * cpu / number, 1000 * wall / number, cpu / steps, cluster.most]
+
+
+def one_step(producer: Producer, reactor: Reactor) -> None:
+    """What the controller does with the stream in one step."""
+    producer.admit(False)
+    producer.metrics()
+    taken: list[Any] = []
+
+    def is_there() -> bool:
+        taken.extend(producer.take() or ())
+        return bool(taken)
+
+    reactor.until(is_there)
+    producer.windows.take([rollout for group in taken for rollout in group.rollouts])
+    producer.release()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=64, help="default %(default)s")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1000, 10_000], help="default %(default)s")
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1], help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    args = parser.parse_args()
+    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {date.today()}, {args}\n")
+    print("| lag | groups in flight | groups a step | ms CPU a group | ms wall a group | s CPU a step | most calls |")
+    print("|---|---|---|---|---|---|---|")
+    for lag in args.lags:
+        for in_flight in args.in_flight:
+            with tempfile.TemporaryDirectory() as folder:
+                cpu, wall, step, most = measure(in_flight, lag, args.engines, args.seed, Path(folder))
+            cells = f"{cpu:.3f} | {wall:.3f} | {step:.2f} | {most:.0f}"
+            print(f"| {lag} | {in_flight} | {in_flight // (lag + 1)} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
