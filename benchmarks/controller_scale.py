@@ -9,10 +9,13 @@ of this process; wall time includes what else runs on the machine.
 """
 
 import argparse
+import gc
+import pickle
 import platform
 import random
 import tempfile
 import time
+from concurrent.futures import Future
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +25,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
+from cotrain.process.cluster import Arrival
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Versions, Window
 from cotrain.run.rows import RowFile
 from cotrain.tasks.prompts import PromptOrder
@@ -30,31 +34,42 @@ SAMPLES, SLOTS, PROMPT_TOKENS, DATASET = 16, 256, 200, 50_000
 TOKENS, LOG_PROBS = [5] * 8, [-1.0] * 8
 
 LEAST_GROUPS = 2_000
-"""A cell has as many steps as make this many groups, and at least 3."""
+"""A cell has as many steps as make this many groups, and at least 3, after those that fill the stream."""
 
 
 class Reference:
-    """A call under way: what it generates or scores."""
+    """A call under way: what it generates or scores, as bytes, because Ray keeps no objects of this process either."""
 
     def __init__(self, what: list[Any]):
-        self.what = what
+        began = time.process_time()
+        self.what = pickle.dumps(what)
+        Cluster.seconds += time.process_time() - began
 
 
 class Cluster:
     """Ray as the reactor sees it. Every wait has one result, that of any call under way."""
 
+    seconds = 0.0
+    """CPU time of the fakes."""
+
     def __init__(self, seed: int) -> None:
-        self.random, self.seconds, self.most = random.Random(seed), 0.0, 0
+        self.random, self.most = random.Random(seed), 0
+        self.under_way: list[Reference] = []
 
-    def wait_any(self, references: list[Reference], timeout: float) -> list[Reference]:
-        self.most = max(self.most, len(references))
-        return [references[self.random.randrange(len(references))]]
+    def watch(self, reference: Reference) -> None:
+        self.under_way.append(reference)
+        self.most = max(self.most, len(self.under_way))
 
-    def get(self, references: list[Reference]) -> list[Any]:
+    def next_arrival(self, seconds: float) -> Arrival:
+        place = self.random.randrange(len(self.under_way))
+        self.under_way[place], self.under_way[-1] = self.under_way[-1], self.under_way[place]
+        return Arrival(self.under_way.pop(), Future())
+
+    def result(self, arrival: Arrival) -> Any:
         began = time.process_time()
-        results = [answer(reference.what) for reference in references]
-        self.seconds += time.process_time() - began
-        return results
+        result = answer(pickle.loads(arrival.reference.what))
+        Cluster.seconds += time.process_time() - began
+        return result
 
 
 def answer(what: list[Any]) -> Any:
@@ -111,7 +126,7 @@ def measure(in_flight: int, lag: int, engines: int, seed: int, folder: Path) -> 
         policy |= {"old_log_probs": "recomputed", "behaviour_correction": "truncate"}
     config = RunConfig(
         name="controller",
-        steps=steps + lag + 1,
+        steps=steps + 2 * lag + 2,
         run_root=folder,
         policy=policy,
         drafter={"model": {"type": "eagle3"}},
@@ -125,10 +140,14 @@ def measure(in_flight: int, lag: int, engines: int, seed: int, folder: Path) -> 
     prompts = Prompts(Task(), PromptOrder(DATASET, groups, seed), tokenizer)
     roles = Roles(Engines(engines), Rewards(), None, None, None, reactor, None, None)
     producer = Producer(config, roles, prompts, RowFile(folder / "stream.jsonl"))
-    began, began_cpu = time.perf_counter(), time.process_time()
+    gc.collect()
+    gc.freeze()  # as in a run
+    for _ in range(lag + 1):
+        one_step(producer, reactor)
+    Cluster.seconds, began, began_cpu = 0.0, time.perf_counter(), time.process_time()
     for _ in range(steps):
         one_step(producer, reactor)
-    wall, cpu = time.perf_counter() - began, time.process_time() - began_cpu - cluster.seconds
+    wall, cpu = time.perf_counter() - began, time.process_time() - began_cpu - Cluster.seconds
     number = groups * steps
     return [1000 * cpu / number, 1000 * wall / number, cpu / steps, cluster.most]
 

@@ -435,6 +435,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
         stream = new(lag=lag, order=chosen)
         stream.prompts.lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
         stream.step()
+        stream.reactor.until(lambda ledger=stream.producer.ledger: not ledger.count("admitted"))
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
         steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
         assert begun == (drawn if chosen == "drawn" else [name for step in steps for name in reversed(step)])

@@ -232,7 +232,7 @@ engines.reset_prefix_cache()
 outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
 started = time.monotonic()
 engines.reset_prefix_cache()
-print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - len(cluster.wait_any(outstanding, 0.0))}))
+print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - sum(map(cluster.is_there, outstanding))}))
 nodes.close()
 cluster.stop()
 """
