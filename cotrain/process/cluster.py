@@ -34,7 +34,8 @@ RAY_ENVIRONMENT = {
 """Ray reads these when it is imported."""
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory."""
+"""Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory. Ray writes to disk what
+has no room."""
 
 CONNECT_SECONDS = 10.0  # how long to try cluster.address before reporting that no cluster answers
 
@@ -182,6 +183,13 @@ class Cluster:
     def _log_of_ray(self, data: dict[str, Any], ignore_prefix: bool) -> None:
         with (self._logs / "ray.log").open("a") as log:
             log.write("\n".join([*data["lines"], ""]))
+
+    def put(self, argument: Any) -> Any:
+        """Put an argument into the object store and return its reference, which a call to an actor takes in its place.
+
+        Ray writes to disk what has no room there, at a tenth of the speed or less.
+        """
+        return self._ray.put(argument)
 
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
         """Wait for results of actors. An actor's exception is raised as its own type. seconds: None for cluster.hang_after_s.

@@ -243,6 +243,47 @@ def test_a_control_call_does_not_wait_behind_rollouts(tmp_path: Path) -> None:
     assert found["under way"] == 12 and found["seconds"] < 0.5
 
 
+RANKS = """
+import json, threading
+from pathlib import Path
+import cotrain.process.cluster
+from cotrain.process.cluster import Cluster
+from cotrain.actors.policy import Policy
+from cotrain.config.schema import RunConfig
+from cotrain.loop.reactor import Reactor
+
+class Rollouts:
+    pickled = 0
+    def __reduce__(self):
+        Rollouts.pickled += 1
+        return bytes, (b"x" * 100 * 2**20,)
+
+class Learner:
+    def update(self, rollouts):
+        return len(rollouts[0])
+
+cotrain.process.cluster.OBJECT_STORE_BYTES = 80 * 2**20  # less than the rollouts need
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+config = RunConfig(name="ranks", steps=1, policy={"model": "tiny:llama", "num_processes": 3}, task=task,
+                   rollout={"prompts_per_step": 3, "num_engines": 1})
+cluster = Cluster(config, Path.cwd())
+from cotrain.actors.learner import LearnerActor
+actors = [cluster.start(LearnerActor, f"policy_{rank}", {}) for rank in range(3)]
+policy, reactor = Policy(cluster, actors, "", Learner, {}), Reactor(cluster, 60.0)
+update, arrived = policy.begin_update([Rollouts()]), []
+for reference in update.references:
+    reactor.add(reference, lambda answer: arrived.append(answer[0]))
+reactor.until(lambda: len(arrived) == 3)
+print(json.dumps({"pickled": Rollouts.pickled, "arrived": arrived, "rank 0": policy.finish(update)}))
+cluster.stop()
+"""
+
+
+def test_rollouts_go_into_the_object_store_once_for_all_ranks_even_if_it_is_too_small(tmp_path: Path) -> None:
+    found = run(RANKS, tmp_path)
+    assert found == {"pickled": 1, "arrived": [100 * 2**20] * 3, "rank 0": 100 * 2**20}
+
+
 DEATHS = """
 import json, os, time
 from pathlib import Path
