@@ -184,19 +184,19 @@ class RolloutEngines(Replicas):
         *args: P.args,
         **options: P.kwargs,
     ) -> tuple[dict[int, T], WeightUpdateRefused | None]:
-        """Bring the payload's file to each engine's node, once per node, and call this method of all engines with it.
+        """Bring the payload's file to each engine's node, to all at once, and call this method of all engines with it.
 
         Returns what `results` does. An engine whose node is gone is quarantined.
         """
-        there, begun = dict[str, str](), dict[int, Reply[T]]()
+        nodes, begun = dict.fromkeys(self.node_of[engine] for engine in self.in_dispatch), dict[int, Reply[T]]()
+        coming = {node: self._nodes.begin_bring(payload.path, node) for node in nodes}
         for engine in self.in_dispatch:
-            node = self.node_of[engine]
             try:
-                there[node] = there.get(node) or self._nodes.bring(payload.path, node)
+                here = replace(payload, path=self._nodes.arrived(coming[self.node_of[engine]]))
             except RunFailure as failure:
                 self.lose(engine, failure)
             else:
-                begun[engine] = self.begin(engine, method, replace(payload, path=there[node]), *args, **options)
+                begun[engine] = self.begin(engine, method, here, *args, **options)
         return self.results(begun, UPDATE_SECONDS)
 
     # -- switches and caches -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from cotrain.acceptance_stats import total_counts
 from cotrain.loop.roles import Roles
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal
+from cotrain.transport.nodes import Coming
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Windows:
         """
         if not self._batches:
             return StepWindow()
-        batch = merge([self._brought(batch) for _, batch in sorted(self._batches, key=lambda item: item[0])])
+        batch = merge(self._brought([batch for _, batch in sorted(self._batches, key=lambda item: item[0])]))
         self._batches.clear()
         seen = self._roles.engines.take_windows()
         gains = [window.gain for window in seen.values() if window.gain is not None]
@@ -70,12 +71,17 @@ class Windows:
         """Rollouts whose hidden states are lost to a run that is resumed from here."""
         return self.lost_features + sum(int(batch.feature_stats.get("num_rollouts", 0)) for _, batch in self._batches)
 
-    def _brought(self, batch: RolloutBatch) -> RolloutBatch:
+    def _brought(self, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+        """Bring all hidden states to the trainer's node, all at once."""
         drafter, nodes = self._roles.drafter, self._roles.nodes
         if drafter is None:
-            return batch
+            return batches
+        coming = [[nodes.begin_bring(path, drafter.node, move=True) for path in batch.features] for batch in batches]
+        return [self._arrived(batch, of_batch) for batch, of_batch in zip(batches, coming, strict=True)]
+
+    def _arrived(self, batch: RolloutBatch, coming: list[Coming]) -> RolloutBatch:
         try:
-            return replace(batch, features=[nodes.bring(path, drafter.node, move=True) for path in batch.features])
+            return replace(batch, features=[self._roles.nodes.arrived(one) for one in coming])
         except RunFailure:
             self.lost_features += int(batch.feature_stats["num_rollouts"])
             return replace(batch, features=[], feature_stats={})

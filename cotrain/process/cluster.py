@@ -159,16 +159,16 @@ class Cluster:
         place = PlacementGroupSchedulingStrategy(self._group, index)
         return self._start(actor_class, (log_file,), log_file, scheduling_strategy=place, **options)
 
-    def start_agent(self, agent_class: type, node: str, *args: Any) -> Any:
-        """Start the actor agent_class(*args) on a node."""
+    def start_agent(self, agent_class: type, node: str, *args: Any, **options: Any) -> Any:
+        """Start the actor agent_class(*args) on a node. options: Ray's."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         place, log = NodeAffinitySchedulingStrategy(node, soft=False), f"Ray's logs of {self.node_name(node)}"
-        return self._start(agent_class, args, log, scheduling_strategy=place)
+        return self._start(agent_class, args, log, scheduling_strategy=place, **options)
 
     def _start(self, actor_class: type, args: tuple[Any, ...], log: str, **options: Any) -> Any:
         """Start an actor without a CPU of its own, since the bundle of a role has one. log: where messages say to look."""
-        actor = self._ray.remote(actor_class).options(num_cpus=0, **options).remote(*args)
+        actor = self._ray.remote(num_cpus=0, **options)(actor_class).remote(*args)
         self._actors[actor._actor_id.hex()] = Process(actor, log)
         return actor
 

@@ -26,6 +26,7 @@ from cotrain.records import (
     Window,
 )
 from cotrain.run.rows import read_rows
+from cotrain.transport.nodes import Coming
 from tests.cotrain.publish.simulated_run import PROMPTS, SAMPLES, World
 
 
@@ -153,6 +154,12 @@ class Nodes:
 
     def bring(self, path: str, node: str, move: bool = False) -> str:
         return path
+
+    def begin_bring(self, path: str, node: str, move: bool = False) -> Coming:
+        return Coming(path, None)
+
+    def arrived(self, coming: Coming) -> str:
+        return coming.path
 
     def remove_all(self, paths: Iterable[str]) -> None: ...
 

@@ -154,14 +154,16 @@ def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
     for engine in (0, 1):
         stream.producer.windows.add(engine, replace(batch_of([]), features=[f"{engine}"], feature_stats=tapped))
 
-    def bring(path: str, node: str, move: bool) -> str:
+    def arrived(coming: tuple[str, str, bool]) -> str:
+        path, node, move = coming
         if path == "0":
             raise RunFailure("its node has gone")
-        return f"brought {path}"
+        return f"brought {path} to {node}" if move else "copied"
 
-    stream.roles.drafter, stream.roles.nodes = SimpleNamespace(node="here"), SimpleNamespace(bring=bring)
+    stream.roles.drafter = SimpleNamespace(node="here")
+    stream.roles.nodes = SimpleNamespace(begin_bring=lambda path, node, move: (path, node, move), arrived=arrived)
     window = stream.producer.windows.take([]).batch
-    assert (window.features, window.feature_stats) == (["brought 1"], tapped)
+    assert (window.features, window.feature_stats) == (["brought 1 to here"], tapped)
     assert stream.producer.metrics()["drafter/lost_features"] == 4
 
 

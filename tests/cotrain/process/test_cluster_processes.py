@@ -284,6 +284,59 @@ def test_rollouts_go_into_the_object_store_once_for_all_ranks_even_if_it_is_too_
     assert found == {"pickled": 1, "arrived": [100 * 2**20] * 3, "rank 0": 100 * 2**20}
 
 
+FILES = """
+import json, os
+from pathlib import Path
+from cotrain.process.cluster import RAY_ENVIRONMENT, Cluster
+os.environ |= RAY_ENVIRONMENT
+from ray.cluster_utils import Cluster as RayNodes
+from cotrain.config.schema import RunConfig
+from cotrain.process.failures import RunFailure
+from cotrain.transport.nodes import PART_BYTES, Nodes
+
+ray_nodes, size = RayNodes(), {"num_cpus": 4, "object_store_memory": 300 * 2**20}
+ray_nodes.add_node(**size, include_dashboard=False)
+ray_nodes.add_node(**size)
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+config = RunConfig(name="files", steps=1, policy={"model": "tiny:llama"}, task=task,
+                   cluster={"address": ray_nodes.address, "strategy": "SPREAD"})
+cluster = Cluster(config, Path.cwd())
+nodes = Nodes(cluster, "files")
+[other] = nodes.scratch.keys() - {nodes.local}
+sizes = [2 * PART_BYTES + 1, 10, 0, PART_BYTES]
+there = []
+for i, number in enumerate(sizes):
+    path = nodes.scratch[nodes.local] / f"{i}"
+    path.write_bytes(os.urandom(1000) * (number // 1000) + b"x" * (number % 1000))
+    there.append(nodes.begin_bring(str(path), other))
+back = [nodes.begin_bring(nodes.arrived(coming), nodes.local, move=True) for coming in there]
+paths = [Path(nodes.arrived(coming)) for coming in back]
+local = [nodes.scratch[nodes.local] / f"{i}" for i in range(len(sizes))]
+found = {"same": [a.read_bytes() == b.read_bytes() for a, b in zip(paths, local)]}
+found["moved"] = [nodes.call(other, Path.exists, Path(coming.path)) for coming in there]
+found["at home"] = nodes.bring(str(local[0]), nodes.local) == str(local[0])
+nodes.bring(str(local[1]), other)
+nodes.remove_all([there[1].path, str(local[1])])
+found["removed"] = nodes.call(other, Path.exists, Path(there[1].path)) or local[1].exists()
+cluster.kill(nodes._agents[other])
+try:
+    nodes.bring(there[0].path, nodes.local)
+except RunFailure as failure:
+    found["gone"] = str(failure)
+nodes.close()
+cluster.stop()
+ray_nodes.shutdown()
+print(json.dumps(found))
+"""
+
+
+def test_files_go_from_node_to_node_side_by_side_and_whole(tmp_path: Path) -> None:
+    found = run(FILES, tmp_path)
+    assert found["same"] == [True] * 4 and found["moved"] == [False] * 4
+    assert found["at home"] and not found["removed"]
+    assert "its process has died" in found["gone"]
+
+
 DEATHS = """
 import json, os, time
 from pathlib import Path
