@@ -90,7 +90,7 @@ class Engines:
     def __init__(self, number: int):
         self.in_dispatch = list(range(number))
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool, together: Any) -> Reference:
         return Reference(requests)
 
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None: ...

@@ -94,9 +94,14 @@ class RolloutEngines(Replicas):
         by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
         return [by_key[request.prompt_id, request.sample_index] for request in requests]
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Any:
-        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch."""
-        return self.begin(engine, RolloutEngine.generate, requests, tap).reference
+    def begin_generate(
+        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int] = (0, 1)
+    ) -> Any:
+        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch.
+
+        together: see RolloutEngine.generate.
+        """
+        return self.begin(engine, RolloutEngine.generate, requests, tap, together).reference
 
     def take_windows(self) -> dict[int, Window]:
         """Return what the steps of each engine since the last call did, and what speculation gained."""

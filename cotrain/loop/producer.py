@@ -1,7 +1,7 @@
 """Takes groups from prompt to learner: admits them, sends them to engines, has them scored, and repeats lost ones.
 
-The ledger decides what a group may do, and this module does it. Without lag each engine gets its groups of a step in a
-single call, so that its batches are always the same. With lag each group is a call of its own.
+The ledger decides what a group may do, and this module does it. Each group is a call of its own, and is scored as soon as it
+has ended. Without lag the groups of a step enter their engine together, so that its batches are always the same.
 """
 
 import random
@@ -167,18 +167,18 @@ class Producer:
 
     def _dispatch(self) -> None:
         together = self._config.stream.max_policy_lag == 0
-        bundles: dict[int, list[tuple[Group, list[RolloutRequest]]]] = defaultdict(list)
+        of_engine: dict[int, list[tuple[Group, list[RolloutRequest]]]] = defaultdict(list)
         while self._queue and (engine := self._place()) is not None:
             group = self._queue.popleft()
             try:
-                bundles[engine].append((group, self._requests(group)))
+                of_engine[engine].append((group, self._requests(group)))
             except ValueError as error:
                 self._fail(group.number, TaskFailed(str(error)))
                 continue
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
-        for engine, groups in bundles.items():
-            for bundle in [groups] if together else [[group] for group in groups]:
-                self._begin(engine, bundle)
+        for engine, groups in of_engine.items():
+            for place, (group, requests) in enumerate(groups):
+                self._begin(engine, group, requests, (place, len(groups)) if together else (0, 1))
 
     def _place(self) -> int | None:
         """The engine that gets the next group; None while all of them have enough requests."""
@@ -187,16 +187,12 @@ class Producer:
         full = self._outstanding[engine] >= FILL * self._config.rollout.max_num_seqs
         return None if waits and full else engine
 
-    def _begin(self, engine: int, bundle: list[tuple[Group, list[RolloutRequest]]]) -> None:
-        groups, requests = [group for group, _ in bundle], [request for _, own in bundle for request in own]
-        for group in groups:
-            self.ledger.move(group.number, "dispatched")
-            self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
-        reference = self._roles.engines.begin_generate(engine, requests, self._taps)
-        numbers = [group.number for group in groups]
-        self._roles.reactor.add(
-            reference, partial(self._finished, engine, numbers), partial(self._engine_died, engine, numbers)
-        )
+    def _begin(self, engine: int, group: Group, requests: list[RolloutRequest], together: tuple[int, int]) -> None:
+        self.ledger.move(group.number, "dispatched")
+        self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
+        reference = self._roles.engines.begin_generate(engine, requests, self._taps, together)
+        finished = partial(self._finished, engine, group.number, together[0])
+        self._roles.reactor.add(reference, finished, partial(self._engine_died, engine, group.number))
 
     def _requests(self, group: Group) -> list[RolloutRequest]:
         rollout, seed = self._config.rollout, self._config.seed
@@ -222,31 +218,31 @@ class Producer:
         others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
         return random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
 
-    def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
-        samples = self._config.rollout.samples_per_prompt
-        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
-        self.windows.add(engine, batch)
-        self._roles.engines.share_history(engine, batch.rollouts)
-        for place, number in enumerate(numbers):
-            result = self._results[number]
-            result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]
-            self.ledger.move(number, "finished")
-            lengths = [len(rollout.token_ids) for rollout in result.rollouts]
-            told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
-            told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
-            self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
-            self._scoring.add(number, result.prompt, [rollout.text for rollout in result.rollouts])
+    def _finished(self, engine: int, number: int, place: int, batch: RolloutBatch) -> None:
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt
+        self.windows.add(engine, batch, place)
+        if self._config.stream.max_policy_lag:
+            self._roles.engines.share_history(engine, batch.rollouts)
+        elif not self._outstanding[engine]:  # all at once, since every engine waits for it
+            self._roles.engines.share_history(engine, self.windows.rollouts(engine))
+        result = self._results[number]
+        result.rollouts = batch.rollouts
+        self.ledger.move(number, "finished")
+        lengths = [len(rollout.token_ids) for rollout in result.rollouts]
+        told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
+        told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
+        self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
+        self._scoring.add(number, result.prompt, [rollout.text for rollout in result.rollouts])
         self._dispatch()
 
     # -- engines that die ---------------------------------------------------------------------------------------------
 
-    def _engine_died(self, engine: int, numbers: list[int], failure: RunFailure) -> None:
-        """Have the engine restarted, and let its groups start over on other engines."""
+    def _engine_died(self, engine: int, number: int, failure: RunFailure) -> None:
+        """Have the engine restarted, and let a group of it start over on another one."""
         self._roles.engines.lose(engine, failure)
-        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
-        for number in reversed(numbers):
-            self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
-            self._event("lost", number, reason=ENGINE_DIED, engine=engine)
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt
+        self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
+        self._event("lost", number, reason=ENGINE_DIED, engine=engine)
         self._dispatch()
 
     # -- rewards ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,11 +43,18 @@ class Engines:
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
         pass
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
-        assert len(requests) == PROMPTS * SAMPLES
+    def begin_generate(
+        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int]
+    ) -> RolloutBatch:
+        """The first group has what its engine tells of the whole step."""
+        place, number = together
+        assert (len(requests), number) == (SAMPLES, PROMPTS)
         self.tapped = tap
         self.seeds += [request.seed for request in requests]
-        return self.world.generate(self.world.step + 1)
+        if not place:
+            self.batch = self.world.generate(self.world.step + 1)
+        own = self.batch.rollouts[place * SAMPLES : (place + 1) * SAMPLES]
+        return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], None, 0.0, 0)
 
     def take_windows(self) -> dict[int, Window]:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}

@@ -212,7 +212,7 @@ from cotrain.records import Versions
 from cotrain.weights.versions import CurrentWeights
 
 class Slow:
-    async def generate(self, requests, tap):
+    async def generate(self, requests, tap, together):
         await asyncio.sleep(5)
     async def reset_prefix_cache(self):
         pass
