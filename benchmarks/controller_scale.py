@@ -4,8 +4,9 @@
 
 Engines and the scorer are fakes that answer at once, one call at a time, in random order; their own time is not counted, and
 neither is Ray's. Everything else is what a run uses: events are written to a file, prompts are drawn, and steps are taken
-in order. A group has 16 responses of 8 tokens, so what tokens cost is not in here. Prints a Markdown table. CPU time is that
-of this process; wall time includes what else runs on the machine.
+in order. A group has 16 responses of 8 tokens, so what tokens cost is not in the first table; the second has the metrics of a
+step that are computed over tokens, for 64 responses of 8,192. CPU time is that of this process; wall time includes what else
+runs on the machine.
 """
 
 import argparse
@@ -17,17 +18,20 @@ import tempfile
 import time
 from concurrent.futures import Future
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from cotrain.acceptance_stats import counts_by_depth
 from cotrain.config.schema import RunConfig
 from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
 from cotrain.process.cluster import Arrival
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Versions, Window
+from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, Versions, Window
 from cotrain.run.rows import RowFile
+from cotrain.run.step_metrics import lag_metrics
 from cotrain.tasks.prompts import PromptOrder
 
 SAMPLES, SLOTS, PROMPT_TOKENS, DATASET = 16, 256, 200, 50_000
@@ -167,6 +171,22 @@ def one_step(producer: Producer, reactor: Reactor) -> None:
     producer.release()
 
 
+def time_tokens(seed: int) -> None:
+    """Print what metrics over tokens cost, in CPU time."""
+    rng, rollouts = random.Random(seed), []
+    for i in range(64):
+        steps = [(3, rng.randint(0, 3)) for _ in range(8192)]
+        last = next(n for n, end in enumerate(accumulate(1 + accepted for _, accepted in steps)) if end >= 8191)
+        earlier = (Segment(Versions(2, 1), 0, 1000),)
+        ids, taken = [5] * 8192, tuple(steps[: last + 1])
+        rollouts.append(Rollout("p", i, [1], ids, [-1.0] * 8192, "", "stop", Versions(3, 1), None, taken, earlier))
+    print("\n| metric | ns CPU a token |\n|---|---|")
+    for name, compute in (("lags", lambda: lag_metrics(rollouts, 3)), ("depths", lambda: counts_by_depth(rollouts))):
+        began = time.process_time()
+        compute()
+        print(f"| {name} | {1e9 * (time.process_time() - began) / (64 * 8192):.1f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=64, help="default %(default)s")
@@ -183,6 +203,7 @@ def main() -> None:
                 cpu, wall, step, most = measure(in_flight, lag, args.engines, args.seed, Path(folder))
             cells = f"{cpu:.3f} | {wall:.3f} | {step:.2f} | {most:.0f}"
             print(f"| {lag} | {in_flight} | {in_flight // (lag + 1)} | {cells} |", flush=True)
+    time_tokens(args.seed)
 
 
 if __name__ == "__main__":
