@@ -39,8 +39,8 @@ class CountingEngine(RolloutEngine):
         times = [process.cpu_times() for process in self._processes if process.is_running()]
         return sum(t.user + t.system for t in times)
 
-    async def _run(self, requests: dict[str, RolloutRequest], *args: Any, **options: Any) -> list[Any]:
-        outputs = await super()._run(requests, *args, **options)
+    async def _outputs(self, requests: dict[str, RolloutRequest], *args: Any, **options: Any) -> list[Any]:
+        outputs = await super()._outputs(requests, *args, **options)
         self.cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
         return outputs
 

@@ -1,10 +1,12 @@
 """Turns verification steps into SpeculationCounts, of requests and of segments. No counts are cumulative."""
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
+
+import numpy as np
 
 from cotrain.records import Rollout, SpeculationCounts, Versions
 
@@ -64,14 +66,19 @@ def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
 
     Depth is found by counting back from the end of the response, because drafting pauses, if ever, while the batch is large.
     """
-    counts: Counter[tuple[int, int, int]] = Counter()
+    parts = [np.empty((0, 3), np.int64)]
     for rollout in rollouts:
-        start = len(rollout.token_ids) - sum(1 + accepted for _, accepted in rollout.verification_steps)
-        for drafted, accepted in rollout.verification_steps:
-            depth = DEPTHS[bisect_right(DEPTHS, max(start, 0)) - 1]  # below 0: the last step went on after the end
-            counts[depth, drafted, accepted] += 1
-            start += 1 + accepted
-    return [[*kind, number] for kind, number in sorted(counts.items())]
+        steps = np.fromiter(chain.from_iterable(rollout.verification_steps), np.int64).reshape(-1, 2)
+        starts = len(rollout.token_ids) - (1 + steps[::-1, 1]).cumsum()[::-1]
+        # Below 0: the last step went on after the end.
+        depths = np.searchsorted(DEPTHS, np.maximum(starts, 0), side="right") - 1
+        parts.append(np.column_stack([depths, steps]))
+    rows = np.concatenate(parts)
+    shape = len(DEPTHS), *(rows.max(axis=0, initial=0)[1:] + 1)
+    counts = np.bincount(np.ravel_multi_index(tuple(rows.T), shape), minlength=1)
+    kinds = np.nonzero(counts)[0]
+    depths, drafted, accepted = np.unravel_index(kinds, shape)
+    return np.column_stack([np.take(DEPTHS, depths), drafted, accepted, counts[kinds]]).tolist()
 
 
 def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:

@@ -94,9 +94,14 @@ class RolloutEngines(Replicas):
         by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
         return [by_key[request.prompt_id, request.sample_index] for request in requests]
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Any:
-        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch."""
-        return self.begin(engine, RolloutEngine.generate, requests, tap).reference
+    def begin_generate(
+        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int] = (0, 1)
+    ) -> Any:
+        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch.
+
+        together: see RolloutEngine.generate.
+        """
+        return self.begin(engine, RolloutEngine.generate, requests, tap, together).reference
 
     def take_windows(self) -> dict[int, Window]:
         """Return what the steps of each engine since the last call did, and what speculation gained."""
@@ -184,19 +189,19 @@ class RolloutEngines(Replicas):
         *args: P.args,
         **options: P.kwargs,
     ) -> tuple[dict[int, T], WeightUpdateRefused | None]:
-        """Bring the payload's file to each engine's node, once per node, and call this method of all engines with it.
+        """Bring the payload's file to each engine's node, to all at once, and call this method of all engines with it.
 
         Returns what `results` does. An engine whose node is gone is quarantined.
         """
-        there, begun = dict[str, str](), dict[int, Reply[T]]()
+        nodes, begun = dict.fromkeys(self.node_of[engine] for engine in self.in_dispatch), dict[int, Reply[T]]()
+        coming = {node: self._nodes.begin_bring(payload.path, node) for node in nodes}
         for engine in self.in_dispatch:
-            node = self.node_of[engine]
             try:
-                there[node] = there.get(node) or self._nodes.bring(payload.path, node)
+                here = replace(payload, path=self._nodes.arrived(coming[self.node_of[engine]]))
             except RunFailure as failure:
                 self.lose(engine, failure)
             else:
-                begun[engine] = self.begin(engine, method, replace(payload, path=there[node]), *args, **options)
+                begun[engine] = self.begin(engine, method, here, *args, **options)
         return self.results(begun, UPDATE_SECONDS)
 
     # -- switches and caches -----------------------------------------------------------------------------------------

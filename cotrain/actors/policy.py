@@ -27,7 +27,7 @@ class Policy(Learner[PolicyLearner]):
     """Client of the policy learner."""
 
     def begin_update(self, rollouts: list[ScoredRollout]) -> Pending[dict[str, float]]:
-        return self._begin(PolicyLearner.update, rollouts)
+        return self._begin(PolicyLearner.update, self._shared(rollouts))
 
     def write_payload(self, path: Path) -> WeightPayload:
         return self._from_rank_0(self._call(PolicyLearner.write_payload, path))
@@ -48,7 +48,8 @@ class Policy(Learner[PolicyLearner]):
         return self._from_rank_0(self._call(PolicyLearner.hidden_states, token_ids, layers))
 
     def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
-        return self._from_rank_0(self._call(PolicyLearner.response_draws, rollouts, sampling, logit_tolerance))
+        draws = self._call(PolicyLearner.response_draws, self._shared(rollouts), sampling, logit_tolerance)
+        return self._from_rank_0(draws)
 
     def begin_save(self, folder: Path, weights: bool = True) -> Pending[None]:
         return self._begin(PolicyLearner.save, folder, weights)

@@ -22,9 +22,9 @@ from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 from drafters.base import ServingSpec
 
-MOST_CALLS = 10_000
+MOST_CALLS = 100_000
 """Maximum number of concurrent calls of an engine. A further call would wait for another to end, and a weight update could wait
-as long as a rollout takes; the stream gives an engine far fewer groups. Ray's concurrency groups do not help, because each has
+as long as a rollout takes; the stream gives an engine far fewer groups, each of which is a call. Ray's concurrency groups do not help, because each has
 its own event loop and vLLM's asynchronous engine lives in a single one."""
 
 MOST_RESTARTS = 3

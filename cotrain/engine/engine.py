@@ -10,6 +10,7 @@ import time
 from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 from cotrain.acceptance_stats import counts_of_steps, drafter_starts, total_counts
@@ -46,6 +47,8 @@ class RolloutEngine(UpdatableEngine):
         """Seconds of the last `generate` from when every request had its first token to the last token of all."""
         self._chooses = False  # does DraftLengths choose the draft length?
         self._batches = self._tapped_bytes = 0
+        self._entering: dict[int, tuple[list[RolloutRequest], asyncio.Future[Any]]] = {}
+        """Calls whose requests wait for those of other calls, by place; see `generate`."""
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
@@ -108,27 +111,25 @@ class RolloutEngine(UpdatableEngine):
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, requests: list[RolloutRequest], tap: bool = True, **overrides: Any) -> RolloutBatch:
+    async def generate(
+        self, requests: list[RolloutRequest], tap: bool = True, together: tuple[int, int] = (0, 1), **overrides: Any
+    ) -> RolloutBatch:
         """Generate one response to each request, in the order given.
+
+        together: place of this call among that many. Their requests enter the engine at once, in the order of the places, as
+        if they were of one call; each call returns when its own requests have ended.
 
         Rollouts carry the versions that generated their tokens, which may change while they run.
         tap: record and return hidden states of as many rollouts as fit into rollout.features.max_bytes at their greatest length.
         overrides: sampling parameters of this call (greedy checks, bench). Nothing about acceptance is learnt until such a call
         ends, so only calls with overrides may overlap it. The history index learns from it all the same.
         """
-        named = self._named(requests)
-        tapped: dict[str, TapRequest] = {}
-        if tap and self.spec.drafter_folder is not None:
-            known = {
-                name: TapRequest(r.prompt_id, len(r.prompt_token_ids), self._max_tokens(r, overrides))
-                for name, r in named.items()
-            }
-            tapped = await self._tap(known)
         if overrides:
             await self.in_scheduler(DraftLengths.begin, False)
         started = time.perf_counter()
         try:
-            outputs = await self._run(named, overrides, first_of_each_prompt(tapped), learns=True)
+            named, tapped, queues = await self._enter(requests, tap, together, overrides)
+            outputs = await self._outputs(named, queues, learns=True)
         finally:
             seconds = time.perf_counter() - started
             if overrides:
@@ -145,6 +146,48 @@ class RolloutEngine(UpdatableEngine):
             num_generated_tokens=sum(len(r.token_ids) for r in rollouts.values()),
             feature_stats=stats,
         )
+
+    async def _enter(
+        self, requests: list[RolloutRequest], tap: bool, together: tuple[int, int], overrides: dict[str, Any]
+    ) -> tuple[dict[str, RolloutRequest], dict[str, TapRequest], list[Any]]:
+        """Let the requests enter, with those of the other calls. Returns them and the tapped ones by name, and their outputs."""
+        place, number = together
+        entered = asyncio.get_running_loop().create_future()
+        self._entering[place] = requests, entered
+        if len(self._entering) == number:
+            calls, self._entering = [self._entering[i] for i in range(number)], {}
+            try:
+                parts = await self._begin([own for own, _ in calls], tap, overrides)
+            except Exception as error:  # each of the calls raises it
+                for _, future in calls:
+                    future.set_exception(error)
+            else:
+                for (_, future), part in zip(calls, parts, strict=True):
+                    future.set_result(part)
+        return await entered
+
+    async def _begin(
+        self, groups: list[list[RolloutRequest]], tap: bool, overrides: dict[str, Any]
+    ) -> list[tuple[dict[str, RolloutRequest], dict[str, TapRequest], list[Any]]]:
+        """Choose which requests are tapped, and let all enter. Returns what `_enter` does, for each group."""
+        named = self._named([request for group in groups for request in group])
+        tapped: dict[str, TapRequest] = {}
+        if tap and self.spec.drafter_folder is not None:
+            known = {
+                name: TapRequest(r.prompt_id, len(r.prompt_token_ids), self._max_tokens(r, overrides))
+                for name, r in named.items()
+            }
+            tapped = await self._tap(known)
+        running = zip(named.items(), await self._add(named, overrides, first_of_each_prompt(tapped)), strict=True)
+        parts = []
+        for group in groups:
+            own = list(islice(running, len(group)))
+            names = dict(item for item, _ in own)
+            parts.append((names, {name: tapped[name] for name in names if name in tapped}, [queue for _, queue in own]))
+        # Groups with the same prompt each give back its room.
+        freed = sum(reserved_bytes(of_group, self._row_bytes) for _, of_group, _ in parts)
+        self._tapped_bytes += freed - reserved_bytes(tapped, self._row_bytes)
+        return parts
 
     async def take_window(self) -> Window:
         """Return what the engine steps since the last call did, and what speculation gained."""
@@ -189,15 +232,26 @@ class RolloutEngine(UpdatableEngine):
         return overrides.get("max_tokens") or request.max_new_tokens or self.spec.rollout.max_new_tokens
 
     async def _run(
-        self,
-        requests: dict[str, RolloutRequest],
-        overrides: dict[str, Any],
-        computed_whole: Container[str] = (),
-        learns: bool = False,
+        self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str] = ()
     ) -> list[Any]:
-        """Run requests to their end. computed_whole: names of those that compute their prompt even if it is in the prefix cache.
-        learns: each response is added to the history as soon as it ends, if the engine drafts from history."""
+        """Run requests to their end. computed_whole: names of those that compute their prompt even if it is in the prefix cache."""
+        return await self._outputs(requests, await self._add(requests, overrides, computed_whole))
+
+    async def _add(
+        self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str]
+    ) -> list[Any]:
+        """Let requests enter the engine. Returns the queue of each one's output."""
         engine, queues = self._engine, []
+        paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
+        async with death_in_words(engine), paused:
+            for name, request in requests.items():
+                prompt = {"prompt_token_ids": request.prompt_token_ids} | self._salt
+                own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
+                queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
+        return queues
+
+    async def _outputs(self, requests: dict[str, RolloutRequest], queues: list[Any], learns: bool = False) -> list[Any]:
+        """Wait for outputs. learns: each response is added to the history as soon as it ends, if the engine drafts from it."""
 
         async def finished(name: str, queue: Any) -> Any:
             output = await queue.get()
@@ -205,12 +259,7 @@ class RolloutEngine(UpdatableEngine):
                 await self.add_history([self._rollout(requests[name], output)])
             return output
 
-        async with death_in_words(engine):
-            async with self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext():
-                for name, request in requests.items():
-                    prompt = {"prompt_token_ids": request.prompt_token_ids} | self._salt
-                    own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
-                    queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
+        async with death_in_words(self._engine):
             return await asyncio.gather(*(finished(name, queue) for name, queue in zip(requests, queues, strict=True)))
 
     def _sampling(self, request: RolloutRequest, overrides: dict[str, Any]) -> Any:

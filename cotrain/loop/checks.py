@@ -34,7 +34,8 @@ class Checks:
             return
         rollout, nodes = self._config.rollout, self._roles.nodes
         with clock.phase("self_check"):
-            here = replace(batch, features=[nodes.bring(shard, nodes.local) for shard in batch.features])
+            coming = [nodes.begin_bring(shard, nodes.local) for shard in batch.features]
+            here = replace(batch, features=[nodes.arrived(shard) for shard in coming])
             forward = self._roles.policy.hidden_states
             error = check_features(here, forward, rollout.dtype, policy_version)
             check_records(here, () if rollout.ignore_eos else end_token_ids(nodes.model_path))

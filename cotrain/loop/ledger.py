@@ -50,12 +50,16 @@ class Ledger:
         self.lost: Counter[str] = Counter()
         """Groups that were started over, by reason."""
         self.groups: dict[int, Group] = {}
+        self._in_state: Counter[State] = Counter()
+        self._scored: Counter[int] = Counter()
+        """Scored groups by step, counted from 0."""
 
     def admit(self) -> list[Group]:
         """Admit a group for each free slot, but none beyond the last step of the run. Returns the new groups."""
         bound = (self._max_policy_lag + 1 + self.served) * self._prompts_per_step
         new = [Group(number) for number in range(self.admitted, min(bound, self._total))]
         self.groups |= {group.number: group for group in new}
+        self._in_state["admitted"] += len(new)
         self.admitted += len(new)
         return new
 
@@ -64,12 +68,12 @@ class Ledger:
         group = self.groups[number]
         if NEXT.get(group.state) != state:
             raise ValueError(f"group {number} cannot go from {group.state} to {state}")
-        group.state = state
+        self._put(group, state)
         return group
 
     def restore(self, number: int) -> None:
         """Mark an admitted group as scored, because it was scored before the run was resumed."""
-        self.groups[number].state = "scored"
+        self._put(self.groups[number], "scored")
 
     def lose(self, number: int, reason: str) -> Group:
         """Start a group over under the same number. Raises RunFailure when too many were lost, ValueError for a taken group."""
@@ -77,7 +81,8 @@ class Ledger:
         if group.state == "taken":
             raise ValueError(f"group {number} is trained on and cannot be lost")
         self.lost[reason] += 1
-        group.state, group.attempt = "admitted", group.attempt + 1
+        self._put(group, "admitted")
+        group.attempt += 1
         counted = {why: count for why, count in self.lost.items() if why != ENGINE_DIED}
         if sum(counted.values()) > MOST_LOST + MOST_LOST_SHARE * self.admitted:
             reasons = ", ".join(f"{count} x {why}" for why, count in counted.items())
@@ -86,10 +91,10 @@ class Ledger:
 
     def take(self) -> list[int] | None:
         """Mark the next step's groups as taken and return their numbers; None until all of them are scored."""
+        if self.scored(self.served) < self._prompts_per_step:
+            return None
         first = self.served * self._prompts_per_step
         numbers = range(first, first + self._prompts_per_step)
-        if any(number not in self.groups or self.groups[number].state != "scored" for number in numbers):
-            return None
         for number in numbers:
             self.move(number, "taken")
         return list(numbers)
@@ -101,19 +106,31 @@ class Ledger:
             raise ValueError(f"{len(taken)} groups are taken, a step has {self._prompts_per_step}")
         for number in taken:
             del self.groups[number]
+        self._in_state["taken"] = 0
+        del self._scored[self.served]
         self.served += 1
         return taken
 
     def count(self, *states: State) -> int:
         """How many groups are in any of these states."""
-        return sum(group.state in states for group in self.groups.values())
+        return sum(self._in_state[state] for state in states)
+
+    def scored(self, step: int) -> int:
+        """How many groups of a step, counted from 0, are scored and not yet taken."""
+        return self._scored[step]
 
     def describe(self) -> str:
         """Say how many groups are in each state, for an error message."""
-        states = Counter(group.state for group in self.groups.values())
         oldest = min(self.groups, default=None)
-        what = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
+        what = ", ".join(f"{count} {state}" for state, count in self._in_state.items() if count) or "none"
         return f"groups: {what}; oldest {oldest}, admitted {self.admitted}, steps served {self.served}"
+
+    def _put(self, group: Group, state: State) -> None:
+        """Change a group's state, and count it where it is. All costs are the same however many groups there are."""
+        self._in_state[group.state] -= 1
+        self._in_state[state] += 1
+        self._scored[group.number // self._prompts_per_step] += (state == "scored") - (group.state == "scored")
+        group.state = state
 
 
 def check_lag(rollouts: Sequence[Rollout], served: Versions, max_policy_lag: int) -> None:

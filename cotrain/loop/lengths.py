@@ -16,10 +16,12 @@ class LengthHistory:
 
     def __init__(self) -> None:
         self._logs: dict[str, float] = {}
-        self._overall = 0.0
+        self._overall: float | None = 0.0  # the mean over prompts; None when it must be computed again
 
     def expected(self, prompt_id: str) -> float:
         """Expected response tokens for this prompt, or for any prompt if this one is new; 1 before the first observation."""
+        if self._overall is None:  # math.fsum does not depend on the order in which groups were scored
+            self._overall = math.fsum(self._logs.values()) / max(1, len(self._logs))
         return math.exp(self._logs.get(prompt_id, self._overall))
 
     def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
@@ -29,7 +31,7 @@ class LengthHistory:
         newest = sum(logs) / len(logs)
         average = newest if known is None else known + NEWEST_WEIGHT * (newest - known)
         self._logs[prompt_id] = max(average, max(logs)) if 2 * sum(truncated) >= len(logs) else average
-        self._overall = sum(self._logs.values()) / len(self._logs)
+        self._overall = None
 
     def state(self) -> dict[str, Any]:
         """The history as values that JSON can hold, for a checkpoint."""
@@ -37,5 +39,4 @@ class LengthHistory:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
-        self._logs = dict(state["logs"])
-        self._overall = sum(self._logs.values()) / max(1, len(self._logs))
+        self._logs, self._overall = dict(state["logs"]), None

@@ -1,7 +1,7 @@
 """Takes groups from prompt to learner: admits them, sends them to engines, has them scored, and repeats lost ones.
 
-The ledger decides what a group may do, and this module does it. Without lag each engine gets its groups of a step in a
-single call, so that its batches are always the same. With lag each group is a call of its own.
+The ledger decides what a group may do, and this module does it. Each group is a call of its own, and is scored as soon as it
+has ended. Without lag the groups of a step enter their engine together, so that its batches are always the same.
 """
 
 import random
@@ -70,8 +70,8 @@ class Producer:
     ):
         """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
         saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
-        self._config, self._engines, self._prompts, self._events = config, roles.engines, prompts, events
-        self._reactor, self._taps = roles.reactor, False
+        self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
+        self._taps = False
         rollout, stream = config.rollout, config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, served)
         self.ledger.lost.update(saved["lost"])
@@ -79,6 +79,8 @@ class Producer:
         if "lengths" in saved:
             prompts.lengths.load(saved["lengths"])
         self._results = {row["number"]: self._restored(row) for row in saved["groups"]}
+        self._failed: dict[int, list[int]] = defaultdict(list)
+        """Groups whose prompt or reward has failed, by step; those of a step end the run together."""
         self._queue: deque[Group] = deque()
         self._outstanding = [0] * rollout.num_engines  # requests that each engine has not finished
         self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._score_lost)
@@ -121,15 +123,15 @@ class Producer:
 
     def _failure(self) -> TaskFailed | None:
         """Return the first failure in the next step, if all of its groups that are not scored have failed."""
-        size, first = self._config.rollout.prompts_per_step, None
-        for number in range(size * self.ledger.served, size * (self.ledger.served + 1)):
-            group, result = self.ledger.groups.get(number), self._results.get(number)
-            if group is not None and group.state == "scored":
-                continue
-            if result is None or result.failure is None:
-                return None
-            first = first or result.failure
-        return first
+        step = self.ledger.served
+        failed = self._failed.get(step, [])
+        if not failed or len(failed) + self.ledger.scored(step) < self._config.rollout.prompts_per_step:
+            return None
+        return self._results[min(failed)].failure
+
+    def _fail(self, number: int, failure: TaskFailed) -> None:
+        self._results[number].failure = failure
+        self._failed[number // self._config.rollout.prompts_per_step].append(number)
 
     def release(self) -> None:
         """Free the slots of the taken step, now that its weights are served."""
@@ -165,36 +167,32 @@ class Producer:
 
     def _dispatch(self) -> None:
         together = self._config.stream.max_policy_lag == 0
-        bundles: dict[int, list[tuple[Group, list[RolloutRequest]]]] = defaultdict(list)
+        of_engine: dict[int, list[tuple[Group, list[RolloutRequest]]]] = defaultdict(list)
         while self._queue and (engine := self._place()) is not None:
             group = self._queue.popleft()
             try:
-                bundles[engine].append((group, self._requests(group)))
+                of_engine[engine].append((group, self._requests(group)))
             except ValueError as error:
-                self._results[group.number].failure = TaskFailed(str(error))
+                self._fail(group.number, TaskFailed(str(error)))
                 continue
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
-        for engine, groups in bundles.items():
-            for bundle in [groups] if together else [[group] for group in groups]:
-                self._begin(engine, bundle)
+        for engine, groups in of_engine.items():
+            for place, (group, requests) in enumerate(groups):
+                self._begin(engine, group, requests, (place, len(groups)) if together else (0, 1))
 
     def _place(self) -> int | None:
         """The engine that gets the next group; None while all of them have enough requests."""
-        engine = min(self._engines.in_dispatch, key=self._outstanding.__getitem__)
+        engine = min(self._roles.engines.in_dispatch, key=self._outstanding.__getitem__)
         waits = self._config.stream.max_policy_lag > 0
         full = self._outstanding[engine] >= FILL * self._config.rollout.max_num_seqs
         return None if waits and full else engine
 
-    def _begin(self, engine: int, bundle: list[tuple[Group, list[RolloutRequest]]]) -> None:
-        groups, requests = [group for group, _ in bundle], [request for _, own in bundle for request in own]
-        for group in groups:
-            self.ledger.move(group.number, "dispatched")
-            self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
-        reference = self._engines.begin_generate(engine, requests, self._taps)
-        numbers = [group.number for group in groups]
-        self._reactor.add(
-            reference, partial(self._finished, engine, numbers), partial(self._engine_died, engine, numbers)
-        )
+    def _begin(self, engine: int, group: Group, requests: list[RolloutRequest], together: tuple[int, int]) -> None:
+        self.ledger.move(group.number, "dispatched")
+        self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
+        reference = self._roles.engines.begin_generate(engine, requests, self._taps, together)
+        finished = partial(self._finished, engine, group.number, together[0])
+        self._roles.reactor.add(reference, finished, partial(self._engine_died, engine, group.number))
 
     def _requests(self, group: Group) -> list[RolloutRequest]:
         rollout, seed = self._config.rollout, self._config.seed
@@ -213,38 +211,38 @@ class Producer:
     def _index(self, group: Group) -> int:
         """The index of a group's prompt: its own, or another one after SAME_PROMPT_TRIES attempts."""
         step, place = divmod(group.number, self._config.rollout.prompts_per_step)
-        own = self._prompts.order.step(step + 1)
         if group.attempt < SAME_PROMPT_TRIES:
-            return own[place]
+            return self._prompts.order.prompt(step + 1, place)
+        own = self._prompts.order.step(step + 1)
         used = {result.index for result in self._results.values()}
         others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
         return random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
 
-    def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
-        samples = self._config.rollout.samples_per_prompt
-        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
-        self.windows.add(engine, batch)
-        self._engines.share_history(engine, batch.rollouts)
-        for place, number in enumerate(numbers):
-            result = self._results[number]
-            result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]
-            self.ledger.move(number, "finished")
-            lengths = [len(rollout.token_ids) for rollout in result.rollouts]
-            told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
-            told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
-            self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
-            self._scoring.add(number, result.prompt, [rollout.text for rollout in result.rollouts])
+    def _finished(self, engine: int, number: int, place: int, batch: RolloutBatch) -> None:
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt
+        self.windows.add(engine, batch, place)
+        if self._config.stream.max_policy_lag:
+            self._roles.engines.share_history(engine, batch.rollouts)
+        elif not self._outstanding[engine]:  # all at once, since every engine waits for it
+            self._roles.engines.share_history(engine, self.windows.rollouts(engine))
+        result = self._results[number]
+        result.rollouts = batch.rollouts
+        self.ledger.move(number, "finished")
+        lengths = [len(rollout.token_ids) for rollout in result.rollouts]
+        told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
+        told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
+        self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
+        self._scoring.add(number, result.prompt, [rollout.text for rollout in result.rollouts])
         self._dispatch()
 
     # -- engines that die ---------------------------------------------------------------------------------------------
 
-    def _engine_died(self, engine: int, numbers: list[int], failure: RunFailure) -> None:
-        """Have the engine restarted, and let its groups start over on other engines."""
-        self._engines.lose(engine, failure)
-        self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
-        for number in reversed(numbers):
-            self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
-            self._event("lost", number, reason=ENGINE_DIED, engine=engine)
+    def _engine_died(self, engine: int, number: int, failure: RunFailure) -> None:
+        """Have the engine restarted, and let a group of it start over on another one."""
+        self._roles.engines.lose(engine, failure)
+        self._outstanding[engine] -= self._config.rollout.samples_per_prompt
+        self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
+        self._event("lost", number, reason=ENGINE_DIED, engine=engine)
         self._dispatch()
 
     # -- rewards ------------------------------------------------------------------------------------------------------
@@ -252,8 +250,7 @@ class Producer:
     def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
         result = self._results[number]
         if isinstance(rewards, TaskFailed):
-            result.failure = rewards
-            return
+            return self._fail(number, rewards)
         result.rewards = rewards
         lengths = [len(rollout.token_ids) for rollout in result.rollouts]
         cut = [rollout.finish_reason == "length" for rollout in result.rollouts]

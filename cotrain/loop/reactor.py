@@ -1,17 +1,18 @@
 """Waits in one thread for everything that runs at the same time: groups, rewards, the learner, the drafter trainer.
 
-It waits for Ray object references. Each has a handler, which is called with the result as soon as that is available.
+It waits for Ray object references. Each has a handler, which is called with the result as soon as that is available. Results
+are handled one by one, in the order in which they arrive, and each at the same cost however many are waited for.
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-from cotrain.process.cluster import Cluster
+from cotrain.process.cluster import Arrival, Cluster
 from cotrain.process.failures import RunFailure
 
 TICK_SECONDS = 0.5
-"""How often time limits are checked."""
+"""How often time limits are checked, and how long a wait may take."""
 
 
 class Reactor:
@@ -25,7 +26,7 @@ class Reactor:
         self._describe: Callable[[], str] = lambda: "nothing is known"
 
     def watch(self, tick: Callable[[], None], describe: Callable[[], str]) -> None:
-        """Call `tick` after each wait, which takes TICK_SECONDS at most. describe: says what is running when the run stalls."""
+        """Call `tick` every TICK_SECONDS or so while something is waited for. describe: says what is running when the run stalls."""
         self._tick, self._describe = tick, describe
 
     def add(
@@ -33,6 +34,7 @@ class Reactor:
     ) -> None:
         """Call `handler` with the result once it is there, or `failed`, if given, when the process has died."""
         self._handlers[reference] = handler, failed
+        self._cluster.watch(reference)
 
     def drop(self, reference: Any) -> None:
         """Stop waiting for a reference; its result is not handled."""
@@ -40,7 +42,7 @@ class Reactor:
 
     def is_there(self, reference: Any) -> bool:
         """Whether the result of a reference is available."""
-        return bool(self._cluster.wait_any([reference], 0.0))
+        return self._cluster.is_there(reference)
 
     def until(self, done: Callable[[], bool]) -> None:
         """Handle results until `done` returns true.
@@ -48,17 +50,19 @@ class Reactor:
         Raises what a call raised. Raises RunFailure when a process has died whose call has no `failed` handler, when
         there is nothing left to wait for, or when no result has arrived for too long.
         """
-        last = time.monotonic()
+        last = ticked = time.monotonic()
         while not done():
             if not self._handlers:
                 raise RunFailure(f"deadlock: no task is pending ({self._describe()}): please report this")
-            ready = self._cluster.wait_any(list(self._handlers), TICK_SECONDS)
-            for reference in ready:
-                if reference in self._handlers:  # the handler of another one may have dropped it
-                    self._handle(reference)
-            self._tick()
-            last = time.monotonic() if ready else last
-            if time.monotonic() - last > self._stalled_after_s:
+            arrival = self._cluster.next_arrival(TICK_SECONDS)
+            if arrival is not None and arrival.reference in self._handlers:  # another handler may have dropped it
+                self._handle(arrival)
+            now = time.monotonic()
+            if arrival is None or now - ticked > TICK_SECONDS:
+                self._tick()
+                ticked = now
+            last = now if arrival is not None else last
+            if now - last > self._stalled_after_s:
                 raise RunFailure(
                     f"{self._cluster.hung(list(self._handlers), self._stalled_after_s)}; {self._describe()}"
                 )
@@ -69,10 +73,10 @@ class Reactor:
             self.add(reference, lambda result: None)
         self.until(lambda: self._handlers.keys().isdisjoint(references))
 
-    def _handle(self, reference: Any) -> None:
-        handler, failed = self._handlers.pop(reference)
+    def _handle(self, arrival: Arrival) -> None:
+        handler, failed = self._handlers.pop(arrival.reference)
         try:
-            [result] = self._cluster.get([reference])
+            result = self._cluster.result(arrival)
         except RunFailure as failure:
             if failed is None:
                 raise

@@ -9,6 +9,7 @@ from cotrain.acceptance_stats import total_counts
 from cotrain.loop.roles import Roles
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal
+from cotrain.transport.nodes import Coming
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,24 @@ class Windows:
         """lags: whether generation runs ahead of learning. lost_features: rollouts whose hidden states were lost before."""
         self._roles, self._lags = roles, lags
         self.lost_features = lost_features
-        self._batches: list[tuple[int, RolloutBatch]] = []
+        self._batches: list[tuple[tuple[int, int], RolloutBatch]] = []
         self._began, self._waited = time.perf_counter(), 0.0
 
-    def add(self, engine: int, batch: RolloutBatch) -> None:
-        """Add what an engine has generated for groups that have finished."""
-        self._batches.append((engine, batch))
+    def add(self, engine: int, batch: RolloutBatch, place: int = 0) -> None:
+        """Add what an engine has generated for a group. place: of the group among those that entered the engine together.
+
+        A window has its batches by engine and place, so that without lag their order is always the same.
+        """
+        self._batches.append(((engine, place), batch))
+
+    def rollouts(self, engine: int) -> list[Rollout]:
+        """Return what an engine has generated since the last window."""
+        return [
+            rollout
+            for (of, _), batch in sorted(self._batches, key=_place)
+            if of == engine
+            for rollout in batch.rollouts
+        ]
 
     def waited(self, seconds: float) -> None:
         """Count seconds in which the learner waited for rollouts."""
@@ -52,7 +65,7 @@ class Windows:
         """
         if not self._batches:
             return StepWindow()
-        batch = merge([self._brought(batch) for _, batch in sorted(self._batches, key=lambda item: item[0])])
+        batch = merge(self._brought([batch for _, batch in sorted(self._batches, key=_place)]))
         self._batches.clear()
         seen = self._roles.engines.take_windows()
         gains = [window.gain for window in seen.values() if window.gain is not None]
@@ -70,15 +83,25 @@ class Windows:
         """Rollouts whose hidden states are lost to a run that is resumed from here."""
         return self.lost_features + sum(int(batch.feature_stats.get("num_rollouts", 0)) for _, batch in self._batches)
 
-    def _brought(self, batch: RolloutBatch) -> RolloutBatch:
+    def _brought(self, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+        """Bring all hidden states to the trainer's node, all at once."""
         drafter, nodes = self._roles.drafter, self._roles.nodes
         if drafter is None:
-            return batch
+            return batches
+        coming = [[nodes.begin_bring(path, drafter.node, move=True) for path in batch.features] for batch in batches]
+        return [self._arrived(batch, of_batch) for batch, of_batch in zip(batches, coming, strict=True)]
+
+    def _arrived(self, batch: RolloutBatch, coming: list[Coming]) -> RolloutBatch:
         try:
-            return replace(batch, features=[nodes.bring(path, drafter.node, move=True) for path in batch.features])
+            return replace(batch, features=[self._roles.nodes.arrived(one) for one in coming])
         except RunFailure:
             self.lost_features += int(batch.feature_stats["num_rollouts"])
             return replace(batch, features=[], feature_stats={})
+
+
+def _place(batch: tuple[tuple[int, int], RolloutBatch]) -> tuple[int, int]:
+    """The key by which batches are sorted: engine and place. Those of one place stay in the order in which they ended."""
+    return batch[0]
 
 
 def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:

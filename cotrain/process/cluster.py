@@ -8,10 +8,13 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from cotrain.config.schema import RunConfig
@@ -31,7 +34,8 @@ RAY_ENVIRONMENT = {
 """Ray reads these when it is imported."""
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory."""
+"""Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory. Ray writes to disk what
+has no room."""
 
 CONNECT_SECONDS = 10.0  # how long to try cluster.address before reporting that no cluster answers
 
@@ -108,14 +112,32 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@dataclass
+class Process:
+    """An actor of the run."""
+
+    actor: Any
+    log: str
+    """Where messages say to look."""
+    has_answered: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A call that has ended: its reference, and the future of its result."""
+
+    reference: Any
+    future: Future[Any]
+
+
 class Cluster:
     """Ray, and the actors of one run. Unless the run joins a cluster, its Ray is private and serves this run alone."""
 
     def __init__(self, config: RunConfig, logs: Path, resume: str = "--resume"):
         """Start or join Ray, and place the roles; raises RunFailure if either fails. resume: arguments that continue the run."""
         self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
-        self._actors: dict[str, tuple[Any, str]] = {}  # each actor and its log file, by the actor's id
-        self._answered: set[str] = set()
+        self._actors: dict[str, Process] = {}  # by the actor's id
+        self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
         with ExitStack() as stack:
             self.scratch = stack.enter_context(scratch_folder(config.name))
             """Folder of this node in shared memory, which is removed after all processes have ended."""
@@ -148,17 +170,17 @@ class Cluster:
         place = PlacementGroupSchedulingStrategy(self._group, index)
         return self._start(actor_class, (log_file,), log_file, scheduling_strategy=place, **options)
 
-    def start_agent(self, agent_class: type, node: str, *args: Any) -> Any:
-        """Start the actor agent_class(*args) on a node."""
+    def start_agent(self, agent_class: type, node: str, *args: Any, **options: Any) -> Any:
+        """Start the actor agent_class(*args) on a node. options: Ray's."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         place, log = NodeAffinitySchedulingStrategy(node, soft=False), f"Ray's logs of {self.node_name(node)}"
-        return self._start(agent_class, args, log, scheduling_strategy=place)
+        return self._start(agent_class, args, log, scheduling_strategy=place, **options)
 
     def _start(self, actor_class: type, args: tuple[Any, ...], log: str, **options: Any) -> Any:
         """Start an actor without a CPU of its own, since the bundle of a role has one. log: where messages say to look."""
-        actor = self._ray.remote(actor_class).options(num_cpus=0, **options).remote(*args)
-        self._actors[actor._actor_id.hex()] = actor, log
+        actor = self._ray.remote(num_cpus=0, **options)(actor_class).remote(*args)
+        self._actors[actor._actor_id.hex()] = Process(actor, log)
         return actor
 
     def node_name(self, node: str) -> str:
@@ -173,16 +195,33 @@ class Cluster:
         with (self._logs / "ray.log").open("a") as log:
             log.write("\n".join([*data["lines"], ""]))
 
+    def put(self, argument: Any) -> Any:
+        """Put an argument into the object store and return its reference, which a call to an actor takes in its place.
+
+        Ray writes to disk what has no room there, at a tenth of the speed or less.
+        """
+        return self._ray.put(argument)
+
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:
         """Wait for results of actors. An actor's exception is raised as its own type. seconds: None for cluster.hang_after_s.
 
         Raises RunFailure naming role, cause and log file when a role's process has died or has not answered in time.
         """
         actors = {_actor_of(reference) for reference in references}
-        timeout = seconds or self._hang_after_s * (1 if actors <= self._answered else STARTING_FACTOR)
+        started = all(self._actors[actor].has_answered for actor in actors)
+        timeout = seconds or self._hang_after_s * (1 if started else STARTING_FACTOR)
+        with self._answer_of(actors):
+            try:
+                return self._ray.get(references, timeout=timeout)
+            except self._ray.exceptions.GetTimeoutError:
+                raise self.hung(references, timeout) from None
+
+    @contextmanager
+    def _answer_of(self, actors: set[str]) -> Iterator[None]:
+        """Raise an actor's exception as its own type, and what Ray raises of a process as a RunFailure."""
         errors = self._ray.exceptions
         try:
-            results = self._ray.get(references, timeout=timeout)
+            yield
         except errors.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             if isinstance(cause, RunFailure):
@@ -190,21 +229,35 @@ class Cluster:
             if isinstance(cause, errors.RayError) and cause is not error:  # the role has waited for another one
                 raise self._died(actors, cause) from error
             raise cause from None
-        except errors.GetTimeoutError:
-            raise self.hung(references, timeout) from None
         except errors.RayError as error:
             raise self._died(actors, error) from error
-        self._answered |= actors
-        return results
+        for actor in actors:
+            self._actors[actor].has_answered = True
 
     def _died(self, actors: Collection[str], error: Any) -> RunFailure:
         """Return the failure of actors that, as Ray reports, do not answer any more. The error may name the one that died."""
         dead = getattr(error, "actor_id", None)
         return self._failure([dead] if dead in self._actors else actors, cause_of_death(error))
 
-    def wait_any(self, references: list[Any], timeout: float) -> list[Any]:
-        """Wait `timeout` seconds at most for a result. Return the first reference that has one in a list, which may be empty."""
-        return self._ray.wait(references, timeout=timeout)[0]
+    def is_there(self, reference: Any) -> bool:
+        """Whether a call has ended."""
+        return bool(self._ray.wait([reference], timeout=0)[0])
+
+    def watch(self, reference: Any) -> None:
+        """Let `next_arrival` return this call when it has ended. Ray's thread notes it, so waiting costs the same for many."""
+        reference.future().add_done_callback(lambda future: self._arrivals.put(Arrival(reference, future)))
+
+    def next_arrival(self, seconds: float) -> Arrival | None:
+        """Wait `seconds` at most for a watched call that has ended, and return the one that ended first."""
+        try:
+            return self._arrivals.get(timeout=seconds)
+        except Empty:
+            return None
+
+    def result(self, arrival: Arrival) -> Any:
+        """Return the result of a call that has ended, or raise what `get` does."""
+        with self._answer_of({_actor_of(arrival.reference)}):
+            return arrival.future.result()
 
     def hung(self, references: list[Any], seconds: float) -> RunFailure:
         """Return the failure that names the roles of all references that have no result after this many seconds."""
@@ -213,7 +266,7 @@ class Cluster:
         return self._failure({_actor_of(reference) for reference in waiting}, advice)
 
     def _failure(self, actors: Collection[str], what: str) -> RunFailure:
-        logs = [self._actors[actor][1] for actor in sorted(actors)]
+        logs = [self._actors[actor].log for actor in sorted(actors)]
         roles = " and ".join(Path(log).stem for log in logs)
         return RunFailure(f"{roles}: {what}. See {', '.join(logs)}. What was saved is whole: go on with {self._resume}")
 
@@ -223,8 +276,8 @@ class Cluster:
 
     def stop(self) -> None:
         """Kill all actors, whose child processes die with them (see children.py), shut Ray down, and remove what is left."""
-        for actor, _ in self._actors.values():
-            self._ray.kill(actor)
+        for process in self._actors.values():
+            self._ray.kill(process.actor)
         self._ray.util.remove_placement_group(self._group)
         self._stack.close()
 

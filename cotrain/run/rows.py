@@ -28,8 +28,10 @@ class RowFile:
 
         Raises TypeError for a value that JSON cannot hold, OSError (ENOSPC) when the disk took only a part of the row.
         """
-        finite = json.loads(json.dumps({"step": step} | dict(row), default=float), parse_constant=lambda _: None)
-        line = (json.dumps(finite) + "\n").encode()
+        text = json.dumps({"step": step} | dict(row), default=float)
+        if "NaN" in text or "Infinity" in text:
+            text = json.dumps(json.loads(text, parse_constant=lambda _: None))
+        line = f"{text}\n".encode()
         with self.path.open("ab", buffering=0) as file:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))

@@ -1,10 +1,13 @@
-"""Nodes of a run. A role reads and writes files in its own node's shared memory; `bring` copies them to other nodes."""
+"""Nodes of a run. A role reads and writes files in its own node's shared memory; `bring` copies them to other nodes.
+
+Files go from the agent of one node to that of another, several at a time, and never through the controller's process.
+"""
 
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +19,40 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.run.checkpoint import model_fingerprints
 from cotrain.run.provenance import differing_versions, package_versions
 
-PART_BYTES = 256 * 2**20  # bytes of a file that are in the object store at once
+PART_BYTES = 64 * 2**20
+"""Bytes of a part of a file. Of each file, two parts are in the object store at once."""
+
+PULLS = 4
+"""Files that a node takes in at once. They have threads of their own, because the calls that they wait for run meanwhile."""
 
 
 class NodeAgent:
     """Keeps a node's folder in shared memory, and calls functions on that node."""
 
-    def __init__(self, run: str):
-        """run: the run's name, which becomes part of the folder's name."""
+    def __init__(self) -> None:
         self._stack = ExitStack()
-        self._folder = self._stack.enter_context(scratch_folder(run))
 
-    def folder(self) -> Path:
-        return self._folder
+    def folder(self, run: str) -> Path:
+        """Make the folder. run: the run's name, which becomes part of the folder's name."""
+        return self._stack.enter_context(scratch_folder(run))
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on this node, and return its result."""
         return function(*args)
+
+    def pull(self, source: Any, path: str, target: str, move: bool) -> None:
+        """Copy a file from the node of the agent `source` to this one. move: delete the original."""
+        import ray
+
+        [size] = ray.get([source.call.remote(os.path.getsize, path)])
+        following = source.call.remote(read_part, path, 0)
+        for start in range(0, max(size, 1), PART_BYTES):
+            part, end = following, start + PART_BYTES
+            if end < size:  # is read while this part is written
+                following = source.call.remote(read_part, path, end)
+            write_part(target, start, ray.get(part), end >= size)
+        if move:
+            ray.get(source.call.remote(Path.unlink, Path(path), True))
 
     def close(self) -> None:
         """Remove the folder."""
@@ -60,16 +80,28 @@ def _model(name: str) -> tuple[Path, dict[str, str]]:
     return folder, model_fingerprints(folder)
 
 
+class Coming(NamedTuple):
+    """A file on its way to a node."""
+
+    path: str
+    """Where it will be."""
+    reference: Any
+    """Of the call that copies it; None if it is there already."""
+
+
 class Nodes:
     """The nodes that the roles of a run were placed on, by Ray's node id."""
 
     def __init__(self, cluster: Cluster, run: str):
-        """Start an agent on every other node. The folder of the controller's own node is that of the cluster."""
+        """Start an agent on every node, if there are several. The folder of the controller's own node is that of the cluster."""
         self._cluster, self.local = cluster, cluster.local_node
         others = set(cluster.node_of.values()) - {self.local}
-        self._agents = {node: cluster.start_agent(NodeAgent, node, run) for node in others}
-        folders = cluster.get([agent.folder.remote() for agent in self._agents.values()])
-        self.scratch: dict[str, Path] = {self.local: cluster.scratch} | dict(zip(self._agents, folders, strict=True))
+        started = [*others, self.local] if others else []
+        self._agents = {
+            node: cluster.start_agent(NodeAgent, node, concurrency_groups={"pulls": PULLS}) for node in started
+        }
+        folders = cluster.get([self._agents[node].folder.remote(run) for node in others])
+        self.scratch: dict[str, Path] = {self.local: cluster.scratch} | dict(zip(others, folders, strict=True))
         self.model_path = Path()  # folder of the policy's model, the same on all nodes; `check` sets it
 
     def call(self, node: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -87,7 +119,7 @@ class Nodes:
         self.model_path, fingerprints = _model(model) if self._agents else (resolve_model(model), {})
         versions = {self._cluster.node_name(node): self.call(node, package_versions) for node in self.scratch}
         problems = [f"{line}; install the same version on each" for line in differing_versions(versions)]
-        for node in self._agents:
+        for node in sorted(self.scratch.keys() - {self.local}):
             name = self._cluster.node_name(node)
             if not self.call(node, Path.is_file, marker):
                 problems.append(f"{name} does not see {marker.parent}; set run_root to a folder that all nodes share")
@@ -99,27 +131,34 @@ class Nodes:
         if problems:
             raise RunFailure("not all nodes can take part:\n  " + "\n  ".join(problems))
 
-    def bring(self, path: str, node: str, move: bool = False) -> str:
-        """Copy a file to a node unless it is there, and return its path there. move: delete the original. Raises RunFailure."""
+    def begin_bring(self, path: str, node: str, move: bool = False) -> Coming:
+        """Begin to copy a file to a node unless it is there; `arrived` waits for it. move: delete the original."""
         source = self._node_of(path)
         if source == node:
-            return path
+            return Coming(path, None)
         target = str(self.scratch[node] / f"from-{source[:8]}" / Path(path).relative_to(self.scratch[source]))
-        size = self.call(source, os.path.getsize, path)
-        for start in range(0, max(size, 1), PART_BYTES):
-            if self.local in (source, node):
-                part: Any = self.call(source, read_part, path, start)
-            else:  # a reference, so that the data go from node to node and not through this process
-                part = self._agents[source].call.remote(read_part, path, start)
-            self.call(node, write_part, target, start, part, start + PART_BYTES >= size)
-        if move:
-            self.remove_all([path])
-        return target
+        pull = self._agents[node].pull.options(concurrency_group="pulls")
+        return Coming(target, pull.remote(self._agents[source], path, target, move))
+
+    def arrived(self, coming: Coming) -> str:
+        """Return the path of a file once it is there. Raises RunFailure if a node is gone."""
+        if coming.reference is not None:
+            self._cluster.get([coming.reference])
+        return coming.path
+
+    def bring(self, path: str, node: str, move: bool = False) -> str:
+        """Copy a file to a node unless it is there, and return its path there. move: delete the original. Raises RunFailure."""
+        return self.arrived(self.begin_bring(path, node, move))
 
     def remove_all(self, paths: Iterable[str]) -> None:
         """Delete files on whichever nodes they are; they may already be gone."""
+        begun = []
         for path in paths:
-            self.call(self._node_of(path), Path.unlink, Path(path), True)
+            if (node := self._node_of(path)) == self.local:
+                Path(path).unlink(missing_ok=True)
+            else:
+                begun.append(self._agents[node].call.remote(Path.unlink, Path(path), True))
+        self._cluster.get(begun)
 
     def close(self) -> None:
         """Remove the folders of all other nodes that are still there."""

@@ -145,7 +145,7 @@ class Verifier:
             requests.append(RolloutRequest(f"prompt-{prompt}", i, plan.prompts[prompt], request_seed))
         generating = []
         for i, s in enumerate(setting.samplings[:number]):
-            own = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or -1}
+            own: dict[str, Any] = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or -1}
             generating.append(engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **own))
         batches = await asyncio.gather(*generating)
         rollouts = [batches[i % num].rollouts[i // num] for i in range(number)]

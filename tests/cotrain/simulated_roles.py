@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from cotrain.records import (
     Window,
 )
 from cotrain.run.rows import read_rows
+from cotrain.transport.nodes import Coming
 from tests.cotrain.publish.simulated_run import PROMPTS, SAMPLES, World
 
 
@@ -41,11 +43,18 @@ class Engines:
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
         pass
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
-        assert len(requests) == PROMPTS * SAMPLES
+    def begin_generate(
+        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int]
+    ) -> RolloutBatch:
+        """The first group has what its engine tells of the whole step."""
+        place, number = together
+        assert (len(requests), number) == (SAMPLES, PROMPTS)
         self.tapped = tap
         self.seeds += [request.seed for request in requests]
-        return self.world.generate(self.world.step + 1)
+        if not place:
+            self.batch = self.world.generate(self.world.step + 1)
+        own = self.batch.rollouts[place * SAMPLES : (place + 1) * SAMPLES]
+        return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], None, 0.0, 0)
 
     def take_windows(self) -> dict[int, Window]:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
@@ -163,6 +172,12 @@ class Nodes:
 
     def bring(self, path: str, node: str, move: bool = False) -> str:
         return path
+
+    def begin_bring(self, path: str, node: str, move: bool = False) -> Coming:
+        return Coming(path, None)
+
+    def arrived(self, coming: Coming) -> str:
+        return coming.path
 
     def remove_all(self, paths: Iterable[str]) -> None: ...
 

@@ -17,7 +17,7 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, Versions
 from cotrain.run.provenance import package_versions
-from cotrain.transport.nodes import Nodes
+from cotrain.transport.nodes import Coming, Nodes
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
 from cotrain.weights.versions import CurrentWeights
 from drafters.base import Drafter
@@ -74,15 +74,16 @@ def test_weights_reach_both_nodes_or_none(
     assert engines.served_digests(sorted(policy.digests), False) == [policy.digests] * 2
 
     better = write_payload(second, nodes.scratch[nodes.local] / "drafter.safetensors", torch.float32)
-    bring = nodes.bring
+    arrived = nodes.arrived
 
-    def flip(path: str, node: str, move: bool = False) -> str:
-        there = bring(path, node, move)
-        if node != nodes.local:  # the file is in that node's shared memory alone
+    def flip(coming: Coming) -> str:
+        there = arrived(coming)
+        if coming.reference is not None:  # the file is in the other node's shared memory alone
+            node = nodes._node_of(there)
             cluster.get([nodes._agents[node].__ray_call__.remote(lambda _, path: flip_a_byte(path), there)])
         return there
 
-    monkeypatch.setattr(nodes, "bring", flip)
+    monkeypatch.setattr(nodes, "arrived", flip)
     with pytest.raises(WeightUpdateRefused, match="checksum differs"):
         engines.update_drafter(better, 2)
     monkeypatch.undo()

@@ -112,7 +112,8 @@ class Engines(RolloutEngines):
         self.stand_ins = [*engines]
         node_of = {f"rollout_{i}": f"node of rollout_{i}" for i in range(len(engines))}
         scratch = {node: Path("shm") / node for node in node_of.values()}
-        nodes = SimpleNamespace(bring=lambda path, node: f"{node}/{path}", model_path="m", scratch=scratch)
+        bring = lambda path, node: f"{node}/{path}"
+        nodes = SimpleNamespace(bring=bring, begin_bring=bring, arrived=str, model_path="m", scratch=scratch)
         self.starting: list[Any] = []
         current = CurrentWeights(Versions(0, 0))
         super().__init__(Cluster(node_of), nodes, config, current, lambda *started: self.starting.append(started))  # type: ignore[arg-type]

@@ -29,6 +29,9 @@ class Cluster:
     def get(self, references: list[Any]) -> list[Any]:
         return references
 
+    def put(self, argument: Any) -> Any:
+        return argument
+
 
 class Actor:
     """`actor.call.remote(method, ...)` and `actor.start.remote(...)`."""

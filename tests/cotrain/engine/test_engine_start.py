@@ -130,7 +130,7 @@ class Failing(RolloutEngine):
         self.calls: list[tuple[object, ...]] = []
         self._engine = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 4))
 
-    async def _run(self, *_: object, **options: object) -> list[object]:
+    async def _add(self, *_: object) -> list[object]:
         raise RuntimeError("a request was refused")
 
     async def in_scheduler(self, method: Callable[..., object], *args: object) -> None:
@@ -143,6 +143,66 @@ def test_the_controller_learns_again_after_a_call_that_failed(tmp_path: Path) ->
         with pytest.raises(RuntimeError, match="a request was refused"):
             asyncio.run(engine.generate([RolloutRequest("p", 0, [1, 2], None)], tap=False, temperature=0.0))
     assert engine.calls == [("begin", False), ("begin",)] * 2
+
+
+class Together(RolloutEngine):
+    """An engine that notes which requests enter at once. A response ends when the test says so."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self._engine = SimpleNamespace(errored=False, model_config=SimpleNamespace(get_hidden_size=lambda: 4))
+        self.entered: list[list[str]] = []
+        self.queues: dict[str, asyncio.Queue[SimpleNamespace]] = {}
+
+    async def on_workers(self, method: object, *args: object) -> dict[str, float]:
+        await asyncio.sleep(0)
+        return {"num_rollouts": 0}
+
+    async def _add(self, requests: dict[str, RolloutRequest], *_: object) -> list[object]:
+        self.entered.append([request.prompt_id for request in requests.values()])
+        self.queues |= {name: asyncio.Queue() for name in requests}
+        return [self.queues[name] for name in requests]
+
+    def _rollout(self, request: RolloutRequest, output: object) -> Rollout:
+        return Rollout(request.prompt_id, 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
+
+    def end(self, name: str) -> None:
+        self.queues[name].put_nowait(SimpleNamespace(metrics=SimpleNamespace(last_token_ts=1.0, first_token_ts=0.0)))
+
+
+def test_calls_enter_together_in_the_order_of_their_places_and_end_one_by_one(tmp_path: Path) -> None:
+    """As if they were one call: with the same names, hence the same choice of what is tapped."""
+
+    async def two_steps() -> None:
+        engine = Together(spec_of(tmp_path))
+        for step in (1, 2):
+            groups = [[RolloutRequest(f"{place}", i, [1, 2], None) for i in range(2)] for place in range(3)]
+            calls = {
+                place: asyncio.create_task(engine.generate(groups[place], True, (place, 3))) for place in (2, 0, 1)
+            }
+            while len(engine.entered) < step:
+                await asyncio.sleep(0)
+            assert engine.entered[-1] == ["0", "0", "1", "1", "2", "2"]
+            assert engine._tapped_bytes > 0
+            for name in ("r2", "r3"):
+                engine.end(f"b{step}{name}")
+            batch = await calls[1]
+            assert [rollout.prompt_id for rollout in batch.rollouts] == ["1", "1"] and not calls[0].done()
+            for name in ("r0", "r1", "r4", "r5"):
+                engine.end(f"b{step}{name}")
+            ended = [(await calls[place]).rollouts[0].prompt_id for place in (0, 2)]
+            assert ended == ["0", "2"] and engine._tapped_bytes == 0
+
+    asyncio.run(two_steps())
+
+
+def test_a_refusal_reaches_all_calls_that_enter_together(tmp_path: Path) -> None:
+    async def both() -> list[object]:
+        engine, request = Failing(spec_of(tmp_path)), RolloutRequest("p", 0, [1, 2], None)
+        calls = [engine.generate([request], False, (place, 2)) for place in range(2)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(both())] == ["a request was refused"] * 2
 
 
 def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Ray as the reactor sees it."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+from cotrain.process.cluster import Arrival
 from cotrain.process.failures import RunFailure, TaskFailed
 
 
@@ -14,22 +16,36 @@ class Reference:
 
 
 class Cluster:
-    """Ray as the reactor sees it: something happens whenever somebody waits."""
+    """Ray as the reactor sees it: something happens whenever somebody waits and nothing has ended."""
 
     def __init__(self) -> None:
         self.happens: Callable[[list[Reference]], None] = lambda references: None
+        self.watched: list[Reference] = []
 
-    def wait_any(self, references: list[Reference], timeout: float) -> list[Reference]:
-        self.happens(references)
-        return [reference for reference in references if reference.result is not None]
+    def watch(self, reference: Reference) -> None:
+        self.watched.append(reference)
 
-    def get(self, references: list[Reference]) -> list[Any]:
-        for reference in references:
-            if isinstance(reference.result, Exception) and not isinstance(
-                reference.result, TaskFailed
-            ):  # that is returned
-                raise reference.result
-        return [reference.result for reference in references]
+    def is_there(self, reference: Reference) -> bool:
+        self.happens([reference])
+        return reference.result is not None
+
+    def next_arrival(self, seconds: float) -> Arrival | None:
+        if (ended := self._first_ended()) is None:
+            self.happens(self.watched)
+            ended = self._first_ended()
+        if ended is None:
+            return None
+        self.watched.remove(ended)
+        return Arrival(ended, Future())
+
+    def _first_ended(self) -> Reference | None:
+        return next((reference for reference in self.watched if reference.result is not None), None)
+
+    def result(self, arrival: Arrival) -> Any:
+        result = arrival.reference.result
+        if isinstance(result, Exception) and not isinstance(result, TaskFailed):  # that is returned
+            raise result
+        return result
 
     def hung(self, references: list[Reference], seconds: float) -> RunFailure:
         return RunFailure(f"{len(references)} do not answer")

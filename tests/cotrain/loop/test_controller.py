@@ -203,7 +203,7 @@ def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
 class SlowEngines(Engines):
     """With lag: no group has ended yet when the next step is taken."""
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool, together: Any) -> RolloutBatch:
         return RolloutBatch([], [], None, 1.0, 0)
 
     def take_windows(self) -> dict[int, Window]:

@@ -1,11 +1,12 @@
 """The ledger under random speeds, losses and restarts: the bound of the lag, the order, and that nothing gets lost."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from cotrain.loop.ledger import ENGINE_DIED, Ledger
+from cotrain.loop.ledger import ENGINE_DIED, NEXT, Ledger
 from cotrain.process.failures import RunFailure
 
 P = 4
@@ -42,6 +43,8 @@ class World:
         for group in self.ledger.admit() if until_taken else ():
             assert group.number // P <= self.ledger.served + self.lag
         for _ in range(10_000):
+            states = Counter(group.state for group in self.ledger.groups.values())
+            assert all(self.ledger.count(state) == states[state] for state in (*NEXT, "taken"))
             if until_taken and (taken := self.ledger.take()) is not None:
                 self.taken = taken
                 return

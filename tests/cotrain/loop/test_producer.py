@@ -35,8 +35,14 @@ class Engines:
     def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
         self.shared.append((engine, len(rollouts)))
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
-        self.calls.append((engine, [request.prompt_id for request in requests[::SAMPLES]]))
+    def begin_generate(
+        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int]
+    ) -> Reference:
+        """Groups that enter together are one call in `calls`."""
+        if not together[0]:
+            self.calls.append((engine, []))
+        self.calls[-1][1].append(requests[0].prompt_id)
+        assert len(self.calls[-1][1]) == together[0] + 1 <= together[1]
         for request in requests:
             self.seeds.setdefault(request.prompt_id, []).append(request.seed)
         reference = Reference(("generate", requests))
@@ -129,7 +135,7 @@ def new(run_config: Any, tmp_path: Path) -> Callable[..., Stream]:
     return lambda **fields: Stream(run_config, tmp_path, **fields)
 
 
-def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prompts(new: Any) -> None:
+def test_without_lag_the_groups_of_a_step_enter_each_engine_together_in_the_order_of_its_prompts(new: Any) -> None:
     stream = new(num_engines=2)
     order = PromptOrder(NUM_PROMPTS, P, 0)
     for step in (1, 2):
@@ -149,19 +155,40 @@ def test_without_lag_a_step_is_one_call_for_each_engine_in_the_order_of_its_prom
     assert stream.kinds(0) == ["admitted", "dispatched", "finished", "scored", "taken", "released"]
 
 
+def test_a_group_is_scored_while_others_of_its_step_are_generated_and_the_window_is_the_same(new: Any) -> None:
+    """Of the groups of a step, the last one that entered ends first, and each is scored before the next one ends."""
+    stream = new(num_engines=2)
+
+    def answer(reference: Reference) -> None:
+        under_way = [one for one in stream.cluster.watched if one.what[0] == "generate"]
+        scores = any(one.what[0] == "score" for one in stream.cluster.watched)
+        if reference.what[0] != "generate" or (reference is under_way[-1] and not scores):
+            Stream.answer(stream, reference)
+
+    stream.answer = answer
+    stream.step()
+    events = [row["event"] for row in read_rows(stream.events.path) if row["event"] in ("finished", "scored")]
+    assert events == ["finished", "scored"] * P
+    for engine, names in stream.engines.calls:
+        prompts = [rollout.prompt_id for rollout in stream.producer.windows.rollouts(engine)]
+        assert prompts == [name for name in names for _ in range(SAMPLES)]
+
+
 def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
     stream, tapped = new(num_engines=2), {"num_rollouts": 4}
     for engine in (0, 1):
         stream.producer.windows.add(engine, replace(batch_of([]), features=[f"{engine}"], feature_stats=tapped))
 
-    def bring(path: str, node: str, move: bool) -> str:
+    def arrived(coming: tuple[str, str, bool]) -> str:
+        path, node, move = coming
         if path == "0":
             raise RunFailure("its node has gone")
-        return f"brought {path}"
+        return f"brought {path} to {node}" if move else "copied"
 
-    stream.roles.drafter, stream.roles.nodes = SimpleNamespace(node="here"), SimpleNamespace(bring=bring)
+    stream.roles.drafter = SimpleNamespace(node="here")
+    stream.roles.nodes = SimpleNamespace(begin_bring=lambda path, node, move: (path, node, move), arrived=arrived)
     window = stream.producer.windows.take([]).batch
-    assert (window.features, window.feature_stats) == (["brought 1"], tapped)
+    assert (window.features, window.feature_stats) == (["brought 1 to here"], tapped)
     assert stream.producer.metrics()["drafter/lost_features"] == 4
 
 
@@ -390,7 +417,7 @@ def test_a_run_in_which_nothing_happens_any_more_ends_and_says_what_is_under_way
     stream = new()
     stream.reactor._stalled_after_s = 0.05
     stream.answer = lambda reference: reference.what[0] == "scorer starts" and Stream.answer(stream, reference)
-    with pytest.raises(RunFailure, match=r"1 do not answer; groups: 4 dispatched; oldest 0, admitted 4"):
+    with pytest.raises(RunFailure, match=r"4 do not answer; groups: 4 dispatched; oldest 0, admitted 4"):
         stream.step()
     idle = new()
     idle.reactor.until(lambda: idle.producer._scoring.ready)
@@ -435,6 +462,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
         stream = new(lag=lag, order=chosen)
         stream.prompts.lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
         stream.step()
+        stream.reactor.until(lambda ledger=stream.producer.ledger: not ledger.count("admitted"))
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
         steps = [drawn[i : i + P] for i in range(0, len(drawn), P)]
         assert begun == (drawn if chosen == "drawn" else [name for step in steps for name in reversed(step)])

@@ -4,14 +4,24 @@ import importlib
 import re
 import socket
 import sys
+from concurrent.futures import Future
 from contextlib import nullcontext
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 from ray import exceptions
 
 from cotrain.config.errors import walk_sections
-from cotrain.process.cluster import STARTING_FACTOR, Cluster, engine_device, free_port, place, weight_transfer
+from cotrain.process.cluster import (
+    STARTING_FACTOR,
+    Cluster,
+    Process,
+    engine_device,
+    free_port,
+    place,
+    weight_transfer,
+)
 from cotrain.process.failures import RunFailure, SelfCheckFailed
 from cotrain.process.placement import bundles_of, nodes_for
 
@@ -155,7 +165,14 @@ class Reference:
     """What an actor will answer: a value, an exception, or None for silence."""
 
     def __init__(self, actor, answer):
-        self.actor, self.answer = actor, answer
+        self.actor, self.answer, self._future = actor, answer, Future()
+
+    def future(self):
+        return self._future
+
+    def end(self):
+        failed = isinstance(self.answer, Exception)
+        self._future.set_exception(self.answer) if failed else self._future.set_result(self.answer)
 
     def task_id(self):
         return SimpleNamespace(actor_id=lambda: SimpleNamespace(hex=lambda: self.actor))
@@ -188,8 +205,8 @@ def cluster(tmp_path):
     cluster = Cluster.__new__(Cluster)
     cluster._ray, cluster._logs, cluster._resume = Ray(), tmp_path, "--resume mine"
     cluster._hang_after_s = 30.0
-    cluster._actors = {"a": (None, "/logs/drafter.log"), "b": (None, "/logs/rollout_0.log")}
-    cluster._answered = set()
+    cluster._actors = {"a": Process(None, "/logs/drafter.log"), "b": Process(None, "/logs/rollout_0.log")}
+    cluster._arrivals = SimpleQueue()
     return cluster
 
 
@@ -209,6 +226,22 @@ def test_a_role_that_died_is_named_with_its_log_and_what_to_do(cluster):
 def test_a_role_that_does_not_answer_is_named(cluster):
     with pytest.raises(RunFailure, match=r"^rollout_0: no answer for 120 s.*cluster\.hang_after_s.*--resume mine$"):
         cluster.get([Reference("a", 1), Reference("b", None)])
+
+
+def test_calls_arrive_in_the_order_in_which_they_end_with_what_get_would_return_or_raise(cluster):
+    calls = [Reference("a", 1), Reference("b", task_error(ValueError("too long"))), Reference("b", died("b"))]
+    for call in calls:
+        cluster.watch(call)
+    assert cluster.next_arrival(0.0) is None
+    for call in reversed(calls):
+        call.end()
+    arrivals = [cluster.next_arrival(0.0) for _ in calls]
+    assert [arrival.reference for arrival in arrivals] == calls[::-1]
+    with pytest.raises(RunFailure, match=r"^rollout_0: its process has died"):
+        cluster.result(arrivals[0])
+    with pytest.raises(ValueError, match=r"^too long$"):
+        cluster.result(arrivals[1])
+    assert cluster.result(arrivals[2]) == 1
 
 
 def test_a_first_answer_may_take_longer(cluster):

@@ -212,7 +212,7 @@ from cotrain.records import Versions
 from cotrain.weights.versions import CurrentWeights
 
 class Slow:
-    async def generate(self, requests, tap):
+    async def generate(self, requests, tap, together):
         await asyncio.sleep(5)
     async def reset_prefix_cache(self):
         pass
@@ -232,7 +232,7 @@ engines.reset_prefix_cache()
 outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
 started = time.monotonic()
 engines.reset_prefix_cache()
-print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - len(cluster.wait_any(outstanding, 0.0))}))
+print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - sum(map(cluster.is_there, outstanding))}))
 nodes.close()
 cluster.stop()
 """
@@ -241,6 +241,100 @@ cluster.stop()
 def test_a_control_call_does_not_wait_behind_rollouts(tmp_path: Path) -> None:
     found = run(OUTSTANDING, tmp_path)
     assert found["under way"] == 12 and found["seconds"] < 0.5
+
+
+RANKS = """
+import json, threading
+from pathlib import Path
+import cotrain.process.cluster
+from cotrain.process.cluster import Cluster
+from cotrain.actors.policy import Policy
+from cotrain.config.schema import RunConfig
+from cotrain.loop.reactor import Reactor
+
+class Rollouts:
+    pickled = 0
+    def __reduce__(self):
+        Rollouts.pickled += 1
+        return bytes, (b"x" * 100 * 2**20,)
+
+class Learner:
+    def update(self, rollouts):
+        return len(rollouts[0])
+
+cotrain.process.cluster.OBJECT_STORE_BYTES = 80 * 2**20  # less than the rollouts need
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+config = RunConfig(name="ranks", steps=1, policy={"model": "tiny:llama", "num_processes": 3}, task=task,
+                   rollout={"prompts_per_step": 3, "num_engines": 1})
+cluster = Cluster(config, Path.cwd())
+from cotrain.actors.learner import LearnerActor
+actors = [cluster.start(LearnerActor, f"policy_{rank}", {}) for rank in range(3)]
+policy, reactor = Policy(cluster, actors, "", Learner, {}), Reactor(cluster, 60.0)
+update, arrived = policy.begin_update([Rollouts()]), []
+for reference in update.references:
+    reactor.add(reference, lambda answer: arrived.append(answer[0]))
+reactor.until(lambda: len(arrived) == 3)
+print(json.dumps({"pickled": Rollouts.pickled, "arrived": arrived, "rank 0": policy.finish(update)}))
+cluster.stop()
+"""
+
+
+def test_rollouts_go_into_the_object_store_once_for_all_ranks_even_if_it_is_too_small(tmp_path: Path) -> None:
+    found = run(RANKS, tmp_path)
+    assert found == {"pickled": 1, "arrived": [100 * 2**20] * 3, "rank 0": 100 * 2**20}
+
+
+FILES = """
+import json, os
+from pathlib import Path
+from cotrain.process.cluster import RAY_ENVIRONMENT, Cluster
+os.environ |= RAY_ENVIRONMENT
+from ray.cluster_utils import Cluster as RayNodes
+from cotrain.config.schema import RunConfig
+from cotrain.process.failures import RunFailure
+from cotrain.transport.nodes import PART_BYTES, Nodes
+
+ray_nodes, size = RayNodes(), {"num_cpus": 4, "object_store_memory": 300 * 2**20}
+ray_nodes.add_node(**size, include_dashboard=False)
+ray_nodes.add_node(**size)
+task = {"type": "reasoning_gym", "name": "chain_sum"}
+config = RunConfig(name="files", steps=1, policy={"model": "tiny:llama"}, task=task,
+                   cluster={"address": ray_nodes.address, "strategy": "SPREAD"})
+cluster = Cluster(config, Path.cwd())
+nodes = Nodes(cluster, "files")
+[other] = nodes.scratch.keys() - {nodes.local}
+sizes = [2 * PART_BYTES + 1, 10, 0, PART_BYTES]
+there = []
+for i, number in enumerate(sizes):
+    path = nodes.scratch[nodes.local] / f"{i}"
+    path.write_bytes(os.urandom(1000) * (number // 1000) + b"x" * (number % 1000))
+    there.append(nodes.begin_bring(str(path), other))
+back = [nodes.begin_bring(nodes.arrived(coming), nodes.local, move=True) for coming in there]
+paths = [Path(nodes.arrived(coming)) for coming in back]
+local = [nodes.scratch[nodes.local] / f"{i}" for i in range(len(sizes))]
+found = {"same": [a.read_bytes() == b.read_bytes() for a, b in zip(paths, local)]}
+found["moved"] = [nodes.call(other, Path.exists, Path(coming.path)) for coming in there]
+found["at home"] = nodes.bring(str(local[0]), nodes.local) == str(local[0])
+nodes.bring(str(local[1]), other)
+nodes.remove_all([there[1].path, str(local[1])])
+found["removed"] = nodes.call(other, Path.exists, Path(there[1].path)) or local[1].exists()
+cluster.kill(nodes._agents[other])
+try:
+    nodes.bring(there[0].path, nodes.local)
+except RunFailure as failure:
+    found["gone"] = str(failure)
+nodes.close()
+cluster.stop()
+ray_nodes.shutdown()
+print(json.dumps(found))
+"""
+
+
+def test_files_go_from_node_to_node_side_by_side_and_whole(tmp_path: Path) -> None:
+    found = run(FILES, tmp_path)
+    assert found["same"] == [True] * 4 and found["moved"] == [False] * 4
+    assert found["at home"] and not found["removed"]
+    assert "its process has died" in found["gone"]
 
 
 DEATHS = """

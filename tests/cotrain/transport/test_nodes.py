@@ -26,8 +26,8 @@ def test_a_file_arrives_in_parts_and_takes_its_name_when_it_is_whole(
 
 
 def test_an_agent_says_what_its_node_has() -> None:
-    agent = NodeAgent("run")
-    scratch, versions = agent.folder(), agent.call(package_versions)
+    agent = NodeAgent()
+    scratch, versions = agent.folder("run"), agent.call(package_versions)
     assert scratch.is_dir() and {"python", "cotrain", "torch", "ray", "transformers"} < versions.keys()
     agent.close()
     assert not scratch.exists()
