@@ -47,6 +47,7 @@ GPU = Shape(
 )
 
 GOOD, BAD, COLLAPSED = (0.53, 0.64, 0.62), (0.27, 0.42, 0.40), (0.05, 0.1, 0.1)
+EXCELLENT, POOR = (0.8, 0.8, 0.8), (0.2, 0.2, 0.2)
 """Conditional acceptance by position."""
 
 
@@ -102,6 +103,8 @@ class SimulatedEngine:
         """Whether a drafter runs, and not only the index beside it."""
         self.looks_up = 1.0
         """Below 1: share of the requests for which an index, whose drafts cost nothing, has one."""
+        self.seeming: Sequence[float] | None = None
+        """t_k / t_0 as the clock shows it while something disturbs the machine."""
         self.random = np.random.default_rng(seed)
         self.now, self.slow_down = 0.0, 1.0
         self._pending, self._slow, self._spell_ends = 0, False, 0.0
@@ -150,7 +153,7 @@ class SimulatedEngine:
         if not self.has_passes:
             self.rule.left_passes_out()
         seconds = self.slow_down * self.shape.seconds(verified, of_step, batch)
-        self.now += seconds * self._disturbance()
+        self.now += self._shown(seconds, (verified + of_step) / 2, batch) * self._disturbance()
         self._pending = drafted
         if not prefill:
             without = self.slow_down * self.shape.seconds(0, 0, batch)
@@ -159,6 +162,11 @@ class SimulatedEngine:
             tally.num_drafts += batch * (verified > 0)
             tally.lengths.append(drafted)
         return 1 + accepted
+
+    def _shown(self, seconds: float, length: float, batch: int) -> float:
+        if self.seeming is None:
+            return seconds
+        return self.slow_down * self.shape.seconds(0, 0, batch) * float(np.interp(length, range(K + 1), self.seeming))
 
     def _disturbance(self) -> float:
         if self.now > self._spell_ends:
