@@ -29,6 +29,7 @@ from tests.cotrain.engine.simulated_engine import (
     COLLAPSED,
     EXCELLENT,
     GOOD,
+    LOADED,
     POOR,
     K,
     Shape,
@@ -37,9 +38,6 @@ from tests.cotrain.engine.simulated_engine import (
 )
 
 MAX_BATCH, STEPS = 32, 600
-
-LOADED = (1.0, 0.96, 0.82, 0.95)
-"""t_k / t_0 that a run on a loaded machine measured at its start."""
 
 Cell = Callable[[SimulatedEngine], list[Tally]]
 
@@ -105,17 +103,11 @@ def flipped(after: Sequence[float], batch: int, steps: int) -> Cell:
 def after_noise(batch: int) -> Cell:
     def decode(engine: SimulatedEngine) -> list[Tally]:
         engine.seeming = LOADED
-        start(engine, batch)
+        engine.run(batch, 100)
         engine.seeming = None
         return [engine.run(batch, 1000)]
 
     return decode
-
-
-def start(engine: SimulatedEngine, batch: int) -> None:
-    """What comes before the first step that counts."""
-    if not isinstance(engine.rule, Fixed):
-        engine.measure(MAX_BATCH)
 
 
 def cells() -> dict[str, tuple[Sequence[float], Cell]]:
@@ -146,8 +138,8 @@ def speeds(make_rule: Callable[[], Any], cell: str, shape: Shape, seeds: int) ->
     result = []
     for seed in range(seeds):
         engine = SimulatedEngine(make_rule(), shape, rates, seed=seed)
-        if "noise" not in cell:
-            start(engine, 1)
+        if not isinstance(engine.rule, Fixed):
+            engine.rule.choose_among(["drafter"])
         tallies = decode(engine)
         result.append(sum(t.without for t in tallies) / sum(t.seconds for t in tallies))
     return np.array(result)

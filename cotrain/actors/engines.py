@@ -201,10 +201,6 @@ class RolloutEngines(Replicas):
 
     # -- switches and caches -----------------------------------------------------------------------------------------
 
-    def time_draft_lengths(self, prompts: list[list[int]]) -> list[list[list[float]]]:
-        """See RolloutEngine.time_draft_lengths; of each engine."""
-        return list(self._set(RolloutEngine.time_draft_lengths, prompts).values())
-
     def set_num_speculative_tokens(self, num: int | None) -> None:
         """See RolloutEngine.set_num_speculative_tokens."""
         self._set(RolloutEngine.set_num_speculative_tokens, num)

@@ -22,7 +22,7 @@ from cotrain.run.provenance import write_provenance
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import Task, build_task, fingerprint
-from cotrain.tasks.prompts import PromptOrder, encode_prompt
+from cotrain.tasks.prompts import PromptOrder
 
 
 def train(config: RunConfig, resume: bool) -> int:
@@ -62,11 +62,7 @@ def train(config: RunConfig, resume: bool) -> int:
                 config, cluster, nodes, run_dir, state,
                 lambda: stack.enter_context(run.open_tracker(config, run_dir, state, console)),
             )  # fmt: skip
-        if config.speculates and config.rollout.speculation.adaptive:
-            with console.phase("timing of draft lengths"):
-                prompts = (task.prompt(i) for i in range(min(len(task), config.rollout.max_num_seqs)))
-                timed = [encode_prompt(tokenizer, prompt, config.rollout.max_prompt_tokens) for prompt in prompts]
-                steps.write(state.step, {"measured": roles.engines.time_draft_lengths(timed)})
+        roles.engines.set_num_speculative_tokens(None)  # the engines choose, if they may
         console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
         order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
         records = run.Records(metrics, decisions, events, steps, tracker, console)
