@@ -6,7 +6,7 @@ the emitted tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +64,9 @@ class Sums:
 
     without: Array
     """[max_batch] what the tokens generated at a batch size would have taken without speculation, in seconds."""
-    gain: GainReport = field(default_factory=GainReport)
+    seconds: float = 0.0
+    longest_draft: int = 0
+    """Both as in GainReport."""
     totals: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """(draft length, batch size, kind) -> number, tokens and seconds of engine steps, see StepTotal."""
 
@@ -97,12 +99,11 @@ class DraftLengths:
 
     def report(self) -> dict[str, Any]:
         """Return the report and start the next. gain: fields of a GainReport. steps: the fields of each StepTotal."""
-        without = self._sums.without
-        gain = replace(self._sums.gain, seconds_without=float(without.sum()))
+        sums, without, seconds_at = self._sums, self._sums.without, list[list[float]]()
         if self._ratios:
-            seconds_at = without * next(iter(self._ratios.values()))
-            gain = replace(gain, seconds_at=seconds_at.T[without > 0].tolist())
-        steps = [[*key, *total] for key, total in self._sums.totals.items()]
+            seconds_at = (without * next(iter(self._ratios.values()))).T[without > 0].tolist()
+        gain = GainReport(sums.seconds, float(without.sum()), sums.longest_draft, seconds_at)
+        steps = [[*key, *total] for key, total in sums.totals.items()]
         self.begin(self._learns)
         return {"gain": asdict(gain), "steps": steps}
 
@@ -163,7 +164,7 @@ class DraftLengths:
             length = self.max_speculative_tokens
         if length is None:
             length = self._tried
-        return [0, *self._chosen.tolist()] if length is None else [length] * (len(self._chosen) + 1)
+        return [0, *np.asarray(self._chosen).tolist()] if length is None else [length] * (len(self._chosen) + 1)
 
     def plan(self, batch: int) -> Plan:
         """Return the plan of the step that has begun, with so many requests."""
@@ -221,12 +222,12 @@ class DraftLengths:
         if step.computes_prompts:
             return
         if self._learns:
-            self._learn_costs(step, seconds)
+            self._learn_costs(step, kind == "steady", seconds)
         if self._fixed is None and self._ratios:
             self._count(step, before, seconds)
 
-    def _learn_costs(self, step: Step, seconds: float) -> None:
-        """Learn from the time of a step, if it is that of one draft length."""
+    def _learn_costs(self, step: Step, steady: bool, seconds: float) -> None:
+        """Learn from the time of a step, if it is that of one draft length. steady: see Step."""
         if self._costs is None:
             return
         if "history" in self._ratios:
@@ -234,7 +235,8 @@ class DraftLengths:
                 verified = sum(verified for verified, _ in step.drafts)
                 return self._costs.observe("history", verified / step.batch, step.batch, seconds)
             step = step._replace(num_speculative_tokens=self._planned)
-        if step.steady and not step.from_history:
+            steady = step.steady
+        if steady and not step.from_history:
             self._costs.observe("drafter", step.num_speculative_tokens, step.batch, seconds)
 
     def _count(self, step: Step, before: Step | None, seconds: float) -> None:
@@ -251,13 +253,15 @@ class DraftLengths:
             proposer = "history"
         ratio = ratio_at(self._ratios[proposer][:, step.batch - 1].tolist(), length)
         self._sums.without[step.batch - 1] += seconds * step.num_tokens / step.batch / ratio
-        self._sums.gain += GainReport(seconds=seconds, longest_draft=longest)
+        self._sums.seconds += seconds
+        self._sums.longest_draft = max(self._sums.longest_draft, longest)
 
     def _gains(self) -> Array:
         """Return the expected decoding speed relative to no speculation, [K+1, max_batch]."""
         return self._acceptance.tokens_per_step()[:, None] / self._ratios["drafter"]
 
     def _decide(self) -> None:
+        self._acceptance.forget_what_is_contradicted()
         if self._costs is not None:
             self._ratios = {proposer: self._costs.ratios(proposer) for proposer in self._costs.proposers}
         if "drafter" in self._ratios:

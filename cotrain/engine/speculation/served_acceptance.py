@@ -58,6 +58,9 @@ class ServedAcceptance:
         kept = 0.5 ** (trials / MEMORIES)
         self._trials = kept * self._trials + trials
         self._accepted = kept * self._accepted + (accepted > positions).sum(0)
+
+    def forget_what_is_contradicted(self) -> None:
+        """Let only the last drafts count at positions where they contradict what is believed."""
         believed, seen = (self._accepted + 0.5) / (self._trials + 1)
         surprise = seen * np.log(seen / believed) + (1 - seen) * np.log((1 - seen) / (1 - believed))
         changed = self._trials[1] * surprise > CONTRADICTION

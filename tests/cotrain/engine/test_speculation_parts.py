@@ -143,6 +143,7 @@ def serve(acceptance: ServedAcceptance, rates: tuple[float, ...], k: int, steps:
     random = np.random.default_rng(0)
     for _ in range(steps):
         acceptance.observe([(k, int(np.cumprod(random.random(k) < np.array(rates[:k])).sum())) for _ in range(4)])
+        acceptance.forget_what_is_contradicted()
 
 
 def test_what_is_served_at_one_length_predicts_the_others() -> None:
