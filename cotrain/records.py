@@ -94,6 +94,10 @@ class SpeculationCounts:
         return 1.0 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else 1.0
 
 
+MOST_UNDRAFTED = 0.05
+"""Share of a response that may be generated without drafts, as in steps that try it, before it tells nothing of the drafter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One generated response."""
@@ -126,15 +130,15 @@ class Rollout:
 
     @property
     def drafted_throughout(self) -> bool:
-        """Whether every token after the first was emitted by a verification step.
+        """Whether all tokens after the first, but for MOST_UNDRAFTED, were emitted by verification steps.
 
-        Where drafting paused, the drafter's KV cache has gaps, so its later acceptance is not what is expected of it.
+        Where drafting paused for long, the drafter's KV cache may have gaps, so its later acceptance is not what is expected of it.
         """
         counts = self.speculation
         if counts is None:
             return False
         # The last step may have emitted more than the response holds.
-        return 1 + counts.num_drafts + sum(counts.accepted_per_position) >= len(self.token_ids)
+        return 1 + counts.num_drafts + sum(counts.accepted_per_position) >= (1 - MOST_UNDRAFTED) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

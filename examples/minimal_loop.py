@@ -151,7 +151,7 @@ async def train(config: RunConfig, scratch: Path) -> None:
         for step, prompts in enumerate(prompts_of_steps(config, model), start=1):
             token_ids = [ids for _, ids in prompts]
             if step == 1:
-                await engine.time_draft_lengths(token_ids)  # the engine chooses k from here on
+                await engine.set_num_speculative_tokens(None)  # the engine chooses k from here on
             served = engine.versions
             batch = await generate(config, engine, prompts)
             by_id = {prompt.id: prompt for prompt, _ in prompts}

@@ -101,9 +101,7 @@ class SpeculationConfig(Section):
 
     adaptive: bool = True
     """Choose the draft length, 0 included, while running: for each batch size, or for each request where an index of rollouts
-    proposes. False always drafts num_speculative_tokens."""
-    measure_seconds: PositiveFloat = 60.0
-    """Time limit for measuring step times at the start, doubled if the times contradict each other."""
+    proposes. What lengths cost is learnt from the steps of the run. False always drafts num_speculative_tokens."""
 
 
 class FeatureTapConfig(Section):

@@ -18,7 +18,6 @@ from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine_death import death_in_words
 from cotrain.engine.processes import PARTIAL
 from cotrain.engine.speculation.draft_length import DraftLengths
-from cotrain.engine.speculation.measurement import MEASURE_ROUNDS, measured_sizes, room_for
 from cotrain.engine.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
 from cotrain.engine.updates import UpdatableEngine
 from cotrain.engine.worker import EngineWorker
@@ -33,9 +32,6 @@ from cotrain.records import (
     Window,
 )
 from drafters.base import SamplingParams
-
-TIMED_PROMPT_TOKENS = 32
-"""Last tokens of each prompt that timed requests begin with. Prefilling more would take most of the time."""
 
 
 class RolloutEngine(UpdatableEngine):
@@ -52,44 +48,11 @@ class RolloutEngine(UpdatableEngine):
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
-    async def time_draft_lengths(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Measure engine steps at all draft lengths; from then on the engine uses the draft length that is fastest.
-
-        prompts: token ids of typical requests, at least one. Returns a row for each draft length and batch size that was
-        measured, see DraftLengths.end_measuring. There are no rows, and the draft length stays fixed, when the engine
-        does not choose it (EngineSpec.chooses_length) or when rollouts are too short to measure any.
-        """
-        rollout = self.spec.rollout
-        if not self.spec.chooses_length:
-            return []
-        timed = [prompt[-TIMED_PROMPT_TOKENS:] for prompt in prompts]
-        room = min(room_for(rollout.num_speculative_tokens), rollout.max_model_len - max(map(len, timed)))
-        sampling = {"max_tokens": room, "ignore_eos": True, "stop": None}
-        await self.on_workers(EngineWorker.read_prompts, True)
-        proposers = ["drafter"] if self.spec.drafter_folder is not None else []
-        proposers += ["history"] if rollout.history is not None else []
-        tables: list[list[list[float]]] = []
-        for proposer in proposers:
-            await self.in_scheduler(DraftLengths.begin_measuring, proposer)
-            await self._time_batches(timed, sampling, rollout.speculation.measure_seconds / len(proposers))
-            tables.append(await self.in_scheduler(DraftLengths.end_measuring))
-        await self.set_num_speculative_tokens(None)
-        return tables[0]
-
-    async def _time_batches(self, prompts: list[list[int]], sampling: dict[str, Any], seconds: float) -> None:
-        deadline = time.perf_counter() + seconds
-        for size in MEASURE_ROUNDS * measured_sizes(self.spec.rollout.max_num_seqs):
-            if time.perf_counter() > deadline:
-                break
-            names = [f"timing{i}" for i in range(size)]
-            batch = {name: RolloutRequest(name, 0, prompts[i % len(prompts)], None) for i, name in enumerate(names)}
-            await self._run(batch, sampling)
-
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Set the draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
 
-        None chooses again; without rollout.speculation.adaptive, and before `time_draft_lengths`, it restores
-        rollout.num_speculative_tokens. At a fixed 0 the drafter does not read prompts either, so later drafts are poor for
+        None lets the engine choose from then on, by what it learns from its own steps; without rollout.speculation.adaptive it
+        restores rollout.num_speculative_tokens. At a fixed 0 the drafter does not read prompts either, so later drafts are poor for
         those requests and for others that share their cached prefix. Raises ValueError for a length out of range.
         """
         most = self.spec.rollout.num_speculative_tokens
@@ -97,11 +60,21 @@ class RolloutEngine(UpdatableEngine):
             raise ValueError(f"draft tokens must be 0..{most}, not {num_speculative_tokens}")
         if not self.spec.speculates:
             return
-        fix = DraftLengths.fix_num_speculative_tokens
-        self._chooses = await self.in_scheduler(fix, num_speculative_tokens)
-        # A request for which the drafter proposes nothing now may be drafted for later.
         has_history = self.spec.rollout.history is not None
+        self._chooses = num_speculative_tokens is None and self.spec.chooses_length
+        if self._chooses:
+            proposers = ["drafter"] * (self.spec.drafter_folder is not None) + ["history"] * has_history
+            await self.in_scheduler(DraftLengths.choose_among, proposers)
+        else:
+            fixed = most if num_speculative_tokens is None else num_speculative_tokens
+            await self.in_scheduler(DraftLengths.fix_num_speculative_tokens, fixed)
+        # A request for which the drafter proposes nothing now may be drafted for later.
         await self.on_workers(EngineWorker.read_prompts, self._chooses or (has_history and num_speculative_tokens != 0))
+
+    async def learn_costs(self, steps: list[StepTotal]) -> None:
+        """Learn what draft lengths cost from steps of an engine like this one. It knows nothing yet, and chooses the length."""
+        if self._chooses:
+            await self.in_scheduler(DraftLengths.learn_costs, [list(step) for step in steps])
 
     async def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""

@@ -86,7 +86,7 @@ class HistoryDrafting:
         runner, plan = self._runner, attached(scheduler_output)
         request_ids = list(runner.input_batch.req_ids)
         texts = self._texts(sampled, len(request_ids))
-        self._learn(plan, scheduler_output.scheduled_spec_decode_tokens, dict(zip(request_ids, texts, strict=True)))
+        self._learn(scheduler_output.scheduled_spec_decode_tokens, dict(zip(request_ids, texts, strict=True)))
         draws = self.draws and not sampling_metadata.all_greedy
         greedy = [not draws] * len(texts)
         if draws and not sampling_metadata.all_random:
@@ -110,12 +110,7 @@ class HistoryDrafting:
     def _drafts(
         self, plan: Plan, request_ids: list[str], texts: list[Text], greedy: list[bool], k: int
     ) -> list[Draft | None] | None:
-        """Return each request's draft from history, or None where this step has none from history.
-
-        While steps are measured, requests draft the full length. For "history", fillers stand for its drafts.
-        """
-        if plan.measures:
-            return [filler(text, k) for text in texts] if plan.measures == "history" and k else None
+        """Return each request's draft from history, or None where this step has none from history."""
         probes, other = plan.probes == "history", self._drafter is not None and plan.probes == "drafter"
         by_match = [acceptance.best(plan.ratios, k) for acceptance in self._of_match]
         if other or not (probes or any(choice.length for choice in by_match)):  # a look-up takes time too
@@ -155,14 +150,14 @@ class HistoryDrafting:
             texts.append(Text(tokens, prompt_length, len(new)))
         return texts[:num_requests]
 
-    def _learn(self, plan: Plan, verified: dict[str, list[int]], texts: dict[str, Text]) -> None:
+    def _learn(self, verified: dict[str, list[int]], texts: dict[str, Text]) -> None:
         """Count how many draft tokens of the step before were accepted. verified: draft tokens by request."""
         for request in self._keys.keys() - self._runner.requests.keys():  # they have ended
             self._proposals.pop(request, None)
             del self._keys[request]
         for request, text in texts.items():
             proposal, drafted = self._proposals.pop(request, None), len(verified.get(request, ()))
-            if not (drafted and text.num_new) or plan.measures:
+            if not (drafted and text.num_new):
                 continue  # vLLM drops drafts of requests that it computes again
             accepted = min(text.num_new - 1, drafted)
             if proposal is not None:
@@ -199,12 +194,6 @@ class HistoryDrafting:
         where = torch.from_numpy(np.concatenate(places)).to(dense.device)
         dense.view(-1)[where] = torch.from_numpy(np.concatenate(values, dtype=np.float32)).to(dense.device)
         return dense
-
-
-def filler(text: Text, k: int) -> Draft | None:
-    """Return a draft that costs what any other does, the last token k times, or None while the prompt is computed."""
-    tokens = np.repeat(text.tokens[-1:], k)
-    return Draft(tokens, tokens[:, None], np.ones((k, 1)), np.ones(k, np.int32), 0) if text.num_new else None
 
 
 def match_class(match: int) -> int:

@@ -34,7 +34,7 @@ class EngineProcesses:
         self._pausing = asyncio.Lock()  # vLLM does not count pauses: a second pause would end with the first resume
 
     async def start(self) -> None:
-        """Load the model. Until `time_draft_lengths`, every step drafts rollout.num_speculative_tokens.
+        """Load the model. Until `set_num_speculative_tokens`, every step drafts rollout.num_speculative_tokens.
 
         Raises ValueError that names an environment variable which may change what is generated with speculation.
         """

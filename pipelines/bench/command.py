@@ -26,6 +26,9 @@ from pipelines.bench.report import METHODS, NO_SPECULATION, Arm, Turn, write_res
 from pipelines.engines import at_least
 
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
+LEARNING_BATCHES = 4
+"""Batches of each size in which an adaptive arm learns what its draft lengths cost, before any counts."""
+
 GPU_SHARE = 0.9
 """Share of a GPU's memory for all engines together."""
 
@@ -136,10 +139,6 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
             start = engines.one_engine(setup, bench.options.seed, bench.options.threads)
             running[name] = await stack.enter_async_context(start)
         adaptive = {arm: running[arm.engine] for arm in bench.arms if arm.adapts}
-        for arm, engine in adaptive.items():
-            if arm.uses_drafter:
-                await engine.set_draft_sample_method(arm.draft_sample_method)
-            say(f"{arm.method}: {len(await engine.time_draft_lengths(bench.setup.prompts))} timings of draft lengths")
         turns = await take_turns(bench, running, say)
         for engine in adaptive.values():
             await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
@@ -147,7 +146,8 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
 
 
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
-    """Measure every arm at every batch size in every round, after a warm-up with one batch each that is not counted.
+    """Measure every arm at every batch size in every round, after a warm-up that is not counted: one batch each, and more where an
+    arm learns what its draft lengths cost.
 
     The arms take turns with every batch, because a busy neighbour slows a shared machine for seconds to minutes. Raises
     ValueError when an arm has no token to decode in a round.
@@ -155,7 +155,8 @@ async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Calla
     rounds, groups, batches = bench.options.rounds, bench.options.groups, sorted(set(bench.options.batch))
     say(f"warm-up, then {rounds} rounds of {groups} x {len(batches)} batches, each by {len(bench.arms)} arms")
     for batch, arm in product(batches, bench.arms):  # kernels, allocator and caches of every batch size
-        await _measure(running[arm.engine], bench, arm, batch, 0, 0)
+        for _ in range(LEARNING_BATCHES if arm.adapts else 1):
+            await _measure(running[arm.engine], bench, arm, batch, 0, 0)
     for name in {arm.engine for arm in bench.arms if arm.uses_history}:
         await running[name].on_workers(EngineWorker.forget_history)
     turns, began = list[Turn](), time.monotonic()

@@ -32,15 +32,13 @@ FIELDS |= {"num_engines": "system.engines", "lag": "system.lag", "max_policy_lag
 @dataclass(frozen=True)
 class Run:
     """What a run recorded, in tables with a column `step`: engine_steps with fields of StepTotal, drafts (see counts_by_depth),
-    groups of a prompt's responses in the order in which they began, times of metrics.jsonl. timed: seconds of a step measured at
-    the start, by k and batch size."""
+    groups of a prompt's responses in the order in which they began, times of metrics.jsonl."""
 
     config: RunConfig
     engine_steps: pd.DataFrame
     drafts: pd.DataFrame
     groups: pd.DataFrame
     times: pd.DataFrame
-    timed: dict[tuple[int, int], float]
 
     def only(self, steps: Collection[int]) -> "Run":
         """Return only what was recorded of these steps."""
@@ -62,7 +60,6 @@ def recorded(folder: Path) -> Run:
         raise ValueError(f"{folder}: drafts from history differ in length by request: not simulated from a run")
     totals = [[row["step"], int(e), *t] for row in rows for e, ts in row.get("engines", {}).items() for t in ts]
     drafts = [[row["step"], *counts] for row in rows for counts in row.get("acceptance", ())]
-    timed = [cell for row in rows for engine in row.get("measured", ()) for cell in engine]
     events = _rows(folder / "stream.jsonl")
     began = {event["group"]: place for place, event in enumerate(events) if event["event"] == "dispatched"}
     ended = [event for event in events if event["event"] == "finished" and "prompt_tokens" in event]
@@ -78,7 +75,6 @@ def recorded(folder: Path) -> Run:
         pd.DataFrame(drafts, columns=["step", "depth", "drafted", "accepted", "steps"]),
         pd.DataFrame(ended),
         pd.DataFrame(metrics).filter(regex="^(step$|time/)").fillna(0.0),
-        {(int(k), int(batch)): seconds for k, batch, seconds, *_ in timed},
     ).only(whole)
 
 
@@ -95,17 +91,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def step_times(run: Run) -> tuple[dict[tuple[int, int], float], float | None]:
     """Return seconds of a step by k and batch size, and prompt tokens per second of the extra time of steps with prompts.
 
-    Cells that the run has too few steps of come from timings at the start, scaled to the run's pace.
+    Engines try every draft length now and then, so that a run has steps of all of them.
     """
     sums = run.engine_steps.query("kind == 'steady'").groupby(["k", "batch"])[["num_steps", "seconds"]].sum()
     sums = sums[sums["num_steps"] >= min(LEAST_STEPS, sums["num_steps"].max())]
     cells: dict[tuple[int, int], float] = (sums["seconds"] / sums["num_steps"]).to_dict()
-    if run.timed and cells:
-        timed = MeasuredCells(run.timed)
-        paces = [np.log(seconds / timed.base(k, np.array([batch]))[0]) for (k, batch), seconds in cells.items()]
-        pace = float(np.exp(np.average(paces, weights=sums["seconds"])))
-        cells = {cell: pace * seconds for cell, seconds in run.timed.items()} | cells
-    cells, prompts = cells or run.timed, run.engine_steps.query("kind == 'prompts'")
+    prompts = run.engine_steps.query("kind == 'prompts'")
     cost, columns = MeasuredCells(cells), zip(prompts["k"], prompts["batch"], prompts["num_steps"], strict=True)
     more = prompts["seconds"].sum() - sum(n * cost.base(k, np.array([batch]))[0] for k, batch, n in columns)
     tokens = (run.groups["prompt_tokens"] * run.groups["lengths"].map(len)).sum()

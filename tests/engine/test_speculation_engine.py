@@ -1,7 +1,6 @@
 """Draft lengths on a real engine: lengths that change while requests run, and what is reported."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,19 +23,16 @@ from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 K, MAX_BATCH = 3, 16
-MEASURE_SECONDS = 8.0
-NUM_BATCH_SIZES = 3  # 16, 4 and 1
 
 
 @pytest.fixture(scope="module")
 def adaptive(
     rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
-    """An engine with a drafter worth serving, whose draft lengths may be timed."""
-    speculation = SpeculationConfig(measure_seconds=MEASURE_SECONDS)
+    """An engine with a drafter worth serving, whose draft lengths may be chosen."""
     worker = {"worker_extension_cls": f"{drafter_calls.__name__}.CountingWorker"}
     config = rollout_config.model_copy(
-        update={"speculation": speculation, "num_speculative_tokens": K, "vllm": rollout_config.vllm | worker}
+        update={"speculation": SpeculationConfig(), "num_speculative_tokens": K, "vllm": rollout_config.vllm | worker}
     )
     with scratch_folder("test-speculation") as scratch:
         live = LiveEngine(EngineSpec(config, str(target_folder), str(drafter_folder), SERVING, 0, str(scratch)))
@@ -232,29 +228,25 @@ def test_a_drafter_switched_on_in_mid_request_knows_what_came_before(adaptive: L
 
 
 @pytest.fixture(scope="module")
-def timed(adaptive: LiveEngine) -> tuple[LiveEngine, list[list[float]], float]:
-    """The engine after its draft lengths were timed, with the timings and the seconds they took."""
-    fix(adaptive, None)
-    assert adaptive.run(adaptive.engine.describe_speculation()) == f"k={K} at every batch size (fixed)"
-    started = time.perf_counter()
-    prompts = [request.prompt_token_ids for request in make_requests(6, length=40)]
-    measured = adaptive.run(adaptive.engine.time_draft_lengths(prompts))
-    return adaptive, measured, time.perf_counter() - started
+def learnt(adaptive: LiveEngine) -> LiveEngine:
+    """The engine after its steps told what draft lengths cost."""
+    adaptive.run(adaptive.engine.set_num_speculative_tokens(None))
+    adaptive.run(adaptive.engine.take_window())
+    for first in range(0, 64, 8):
+        adaptive.generate(make_requests(8, first=first), tap=False)
+    return adaptive
 
 
-def test_all_draft_lengths_are_timed_within_the_time(timed: tuple[LiveEngine, list[list[float]], float]) -> None:
-    live, measured, seconds = timed
-    assert 2 * (K + 1) <= len(measured) <= NUM_BATCH_SIZES * (K + 1)
-    assert all(0 <= k <= K and 0 < second < 1 and 0 <= error < 1 for k, _, second, error, _ in measured)
-    assert seconds < MEASURE_SECONDS + 5
-    live.run(live.engine.set_num_speculative_tokens(None))
-    assert live.engine._chooses
-    words = live.run(live.engine.describe_speculation())
+def test_the_first_steps_are_spread_over_all_draft_lengths(learnt: LiveEngine) -> None:
+    steps = learnt.run(learnt.engine.take_window()).steps
+    tried = {step.num_speculative_tokens: step.num_steps for step in steps if step.kind == "steady" and step.batch == 8}
+    assert tried.keys() == {*range(K + 1)} and min(tried.values()) >= 3
+    words = learnt.run(learnt.engine.describe_speculation())
     assert "fixed" not in words and ("gain" in words or "off" in words)
 
 
-def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, list[list[float]], float]) -> None:
-    live, _, _ = timed
+def test_the_gain_of_a_step_is_reported(learnt: LiveEngine) -> None:
+    live = learnt
     live.run(live.engine.set_num_speculative_tokens(None))
     live.generate(make_requests(8), tap=False)
     gain_of(live)
@@ -274,9 +266,9 @@ def test_the_gain_of_a_step_is_reported(timed: tuple[LiveEngine, list[list[float
 
 
 def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
-    timed: tuple[LiveEngine, list[list[float]], float],
+    learnt: LiveEngine,
 ) -> None:
-    live, _, _ = timed
+    live = learnt
     live.run(live.engine.set_num_speculative_tokens(None))
     gain_of(live)
     live.greedy(make_requests(4), tap=False)
@@ -287,17 +279,15 @@ def test_nothing_is_reported_of_text_with_another_sampling_or_a_fixed_length(
     assert gain_of(live) is None
 
 
-def test_greedy_text_is_the_same_with_chosen_draft_lengths(timed: tuple[LiveEngine, list[list[float]], float]) -> None:
-    live, _, _ = timed
+def test_greedy_text_is_the_same_with_chosen_draft_lengths(learnt: LiveEngine) -> None:
+    live = learnt
     plain = greedy_texts(live, 0)
     fix(live, None)
     assert tokens(live.greedy(make_requests(8), tap=False)) == plain
 
 
-def test_a_new_drafter_comes_with_what_is_expected_of_it(
-    timed: tuple[LiveEngine, list[list[float]], float], fitted_drafter: Drafter
-) -> None:
-    live, _, _ = timed
+def test_a_new_drafter_comes_with_what_is_expected_of_it(learnt: LiveEngine, fitted_drafter: Drafter) -> None:
+    live = learnt
     fix(live, None)
     state, version = fitted_drafter.state_for_serving(), live.engine.versions.drafter + 1
     live.run(live.engine.update_drafter(live.payload(state), version, [0.0] * K))

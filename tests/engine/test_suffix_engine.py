@@ -32,8 +32,8 @@ def historian(
     request: Any, rollout_config: RolloutConfig, target_folder: Path, drafter_folder: Path, fitted_drafter: Drafter
 ) -> Iterator[LiveEngine]:
     """An engine that drafts from what it has generated."""
-    history, speculation = HistoryConfig(max_bytes=2**22), SpeculationConfig(measure_seconds=6.0)
-    changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": speculation, "history": history}
+    changes = {"prompts_per_step": 256, "synchronous_batches": True, "speculation": SpeculationConfig()}
+    changes |= {"history": HistoryConfig(max_bytes=2**22)}
     config = rollout_config.model_copy(update=changes)
     vllm = config.vllm | {"worker_extension_cls": PLANTING, "max_num_seqs": 32}
     config = config.model_copy(update={"vllm": vllm})
@@ -210,11 +210,13 @@ def test_rollouts_and_their_features_say_which_drafts_are_the_drafters(
 def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngine) -> None:
     requests = make_requests(8, seed=41)
     engine = historian.engine
-    rows = historian.run(engine.time_draft_lengths([requests[0].prompt_token_ids]))
-    size = int(rows[0][1])  # a busy machine may not come to the others
-    of_drafter = {k: seconds for k, batch, seconds, *_ in rows if batch == size}
-    plan = Plan(*historian.run(engine.in_scheduler(DraftLengths.plan, size)))
-    assert plan.ratios is not None
+    historian.run(engine.set_num_speculative_tokens(None))
+    for _ in range(6):
+        historian.generate(requests, tap=False)
+    plan = Plan(*historian.run(engine.in_scheduler(DraftLengths.plan, 8)))
+    gain = historian.run(engine.take_window()).gain
+    assert plan.ratios is not None and gain is not None
+    of_drafter = gain.seconds_at[-1]
     assert plan.ratios[3] < of_drafter[3] / of_drafter[0], "three passes of the drafter are left out"
     for _ in range(2):
         historian.greedy(requests, tap=False)
@@ -232,9 +234,9 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
 
 
 @pytest.mark.parametrize("historian", ["alone"], indirect=True)
-def test_measured_steps_give_each_request_a_length_of_its_own(historian: LiveEngine) -> None:
+def test_where_history_proposes_each_request_has_a_length_of_its_own(historian: LiveEngine) -> None:
     requests = make_requests(8, seed=37)
-    assert historian.run(historian.engine.time_draft_lengths([requests[0].prompt_token_ids]))
+    historian.run(historian.engine.set_num_speculative_tokens(None))
     assert historian.run(historian.engine.describe_speculation()) == "k=0 to 3, chosen for each request"
     historian.run(historian.engine.on_workers(Planting.plant, PRICES))
     counts(historian)

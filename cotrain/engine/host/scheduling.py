@@ -54,7 +54,7 @@ class Decisions:
         lengths = self._draft_lengths.choose(time.perf_counter())
         if (state := self._news(self._state, State)) is not None:
             if self._adaptive and not self._attached and state.reason is None:
-                self._draft_lengths.begin_measuring(live=True)
+                self._draft_lengths.choose_among(["drafter"])
             self._attached = state.reason is None
         if (settings := self._news(self._spool.settings_file, Settings)) is not None:
             self._admission.share = settings.share  # a trainer that was restarted may ask for less
@@ -64,8 +64,6 @@ class Decisions:
                 self._is_new = True
                 self._draft_lengths.new_drafter(offer.expected_rates)
             self._offer = offer
-        if self._draft_lengths.has_measured:
-            self._draft_lengths.end_measuring()  # lengths are chosen from now on
         return lengths if self._attached and self._offer.on else None
 
     def stamp(self, output: Any, hooks_off: list[str]) -> Stamp:

@@ -6,22 +6,19 @@ the emitted tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cotrain.engine.speculation.measurement import Measurement
 from cotrain.engine.speculation.served_acceptance import ServedAcceptance
-from cotrain.engine.speculation.step_costs import QUANTILE, Array, ratio_at, step_ratios
-from cotrain.records import GainReport
-
-DECIDE_STEPS = 16
-"""Engine steps from one choice to the next; a choice takes about 0.1 ms."""
+from cotrain.engine.speculation.step_costs import NOISE, Array, StepCosts, ratio_at
+from cotrain.engine.speculation.trials import BLOCK_STEPS, Trials
+from cotrain.records import GainReport, StepTotal
 
 PROBE_STEPS = 64
-"""Every so many steps, one drafts more than was chosen, so that a drafter that has become better is noticed. One token more costs at
-most 0.8 % of the decoding time on two cores, where t_1 / t_0 is 1.53 with 32 requests."""
+"""Beside an index of rollouts, one step in so many drafts from one proposer in turn whether it pays or not, so that one that has
+become better is noticed."""
 
 
 class Step(NamedTuple):
@@ -51,16 +48,14 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """What HistoryDrafting has to know of a step, to choose between history and the drafter."""
 
-    measures: str
-    """The proposer, "drafter" or "history", whose steps are being measured; empty while none are."""
     ratios: list[float] | None
-    """t_k / t_0 [K+1] of drafts from history at this batch size. None while the length is fixed or measured."""
+    """t_k / t_0 [K+1] of drafts from history at this batch size. None while the length is fixed."""
     drafter_length: int
     """Draft length of every request if the drafter proposes."""
     drafter_speed: float
     """Expected decoding speed with the drafter relative to no speculation; without ratios, the expected tokens of a step."""
     probes: str
-    """The proposer that drafts in this step whether it pays or not, a token more than it would; empty in most steps."""
+    """The proposer that drafts in this step whether it pays or not; empty in most steps. History drafts a token more than it would."""
 
 
 @dataclass
@@ -69,25 +64,28 @@ class Sums:
 
     without: Array
     """[max_batch] what the tokens generated at a batch size would have taken without speculation, in seconds."""
-    gain: GainReport = field(default_factory=GainReport)
+    seconds: float = 0.0
+    longest_draft: int = 0
+    """Both as in GainReport."""
     totals: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """(draft length, batch size, kind) -> number, tokens and seconds of engine steps, see StepTotal."""
 
 
 class DraftLengths:
-    """Chooses a draft length from 0 to K for each batch size. It stays at K until engine steps have been measured.
+    """Chooses a draft length from 0 to K for each batch size. It stays at K until `choose_among`.
 
-    Where steps were measured with drafts from history, the worker decides in each step whether history or the drafter proposes.
+    Where history is among the proposers, the worker decides in each step whether history or the drafter proposes.
     """
 
     def __init__(self, max_speculative_tokens: int, max_batch: int):
         self.max_speculative_tokens = max_speculative_tokens
         self._acceptance = ServedAcceptance(max_speculative_tokens)
+        self._costs: StepCosts | None = None
         self._ratios: dict[str, Array] = {}  # of steps that draft with each proposer, [K+1, max_batch]
-        self._measurement: Measurement | None = None
+        self._trials = Trials(max_speculative_tokens)
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
-        self._num_steps = 0
+        self._num_steps = self._planned = 0
         self._step: Step | None = None
         self._before: Step | None = None  # the step before that one, if its requests go on
         self._started = 0.0
@@ -101,54 +99,34 @@ class DraftLengths:
 
     def report(self) -> dict[str, Any]:
         """Return the report and start the next. gain: fields of a GainReport. steps: the fields of each StepTotal."""
-        without = self._sums.without
-        gain = replace(self._sums.gain, seconds_without=float(without.sum()))
+        sums, without, seconds_at = self._sums, self._sums.without, list[list[float]]()
         if self._ratios:
-            seconds_at = without * next(iter(self._ratios.values()))
-            gain = replace(gain, seconds_at=seconds_at.T[without > 0].tolist())
-        steps = [[*key, *total] for key, total in self._sums.totals.items()]
+            seconds_at = (without * next(iter(self._ratios.values()))).T[without > 0].tolist()
+        gain = GainReport(sums.seconds, float(without.sum()), sums.longest_draft, seconds_at)
+        steps = [[*key, *total] for key, total in sums.totals.items()]
         self.begin(self._learns)
         return {"gain": asdict(gain), "steps": steps}
 
-    def fix_num_speculative_tokens(self, num_speculative_tokens: int | None) -> bool:
-        """Use this length at every batch size; None chooses again. Returns whether lengths are chosen from now on.
-
-        None means the longest while nothing has been measured.
-        """
-        if num_speculative_tokens is None and not self._ratios:
-            num_speculative_tokens = self.max_speculative_tokens
-        self._fixed = num_speculative_tokens
-        return self._fixed is None
-
-    def begin_measuring(self, proposer: str = "drafter", live: bool = False) -> None:
-        """Time the engine steps that follow, at all draft lengths. Measure the drafter first, if there is one.
-
-        proposer: in steps of "history" the drafter does not run. live: see Measurement.
-        """
-        self._measurement = Measurement(proposer, self.max_speculative_tokens, len(self._chosen), live)
-
-    @property
-    def has_measured(self) -> bool:
-        """Whether enough live steps were timed since `begin_measuring`."""
-        return self._measurement is not None and self._measurement.is_complete
-
-    def end_measuring(self) -> list[list[float]]:
-        """Choose from now on by the steps since `begin_measuring`, which no report counts. Returns rows of [draft length, batch
-        size, seconds, their relative standard error, steps], or none after too few steps; the choice then stays as it was."""
-        measurement, self._measurement = self._measurement, None
-        self.begin(self._learns)
-        seconds = {} if measurement is None else measurement.seconds()
-        try:
-            ratios = step_ratios(self.max_speculative_tokens, len(self._chosen), seconds)
-        except ValueError:
-            return []
-        assert measurement is not None
-        self._ratios[measurement.proposer], self._fixed = ratios, None
+    def choose_among(self, proposers: Sequence[str]) -> None:
+        """Choose the length from now on. proposers: those that draft, "drafter", "history" or both."""
+        if self._costs is None or self._costs.proposers != tuple(proposers):
+            self._costs = StepCosts(self.max_speculative_tokens, len(self._chosen), proposers)
+        self._fixed = None
         self._decide()
-        rows = (
-            (*cell, np.quantile(s, QUANTILE), np.log(s).std() / len(s) ** 0.5, len(s)) for cell, s in seconds.items()
-        )
-        return [list(map(float, row)) for row in rows]
+
+    def learn_costs(self, steps: Sequence[Sequence[Any]]) -> None:
+        """Learn what draft lengths cost from steps of an engine like this one. steps: the fields of StepTotals, the last ones last."""
+        if self._costs is not None and self._costs.proposers == ("drafter",):
+            for total in (StepTotal(*step) for step in steps):
+                if total.kind == "steady":
+                    seconds, noise = total.seconds / total.num_steps, NOISE / total.num_steps**0.5
+                    self._costs.observe("drafter", total.num_speculative_tokens, total.batch, seconds, noise)
+            self._costs.pause()
+            self._decide()
+
+    def fix_num_speculative_tokens(self, num_speculative_tokens: int) -> None:
+        """Use this length at every batch size."""
+        self._fixed = num_speculative_tokens
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
         """Forget acceptance so far: another drafter serves. expected_rates: see ServedAcceptance; None if none are known."""
@@ -178,28 +156,30 @@ class DraftLengths:
         self._end_step(now)
         self._started = now
         self._num_steps += 1
-        if self._learns and self._num_steps % DECIDE_STEPS == 0:
+        if self._learns and self._num_steps % BLOCK_STEPS == 0:
             self._decide()
-        length = self._fixed if self._measurement is None else self._measurement.length
+            self._begin_block()
+        length = self._fixed
         if length is None and "history" in self._ratios:  # then the longest forbids nothing
             length = self.max_speculative_tokens
-        if length is not None:
-            return [length] * (len(self._chosen) + 1)
-        more = self._learns and bool(self._probes)
-        return [0, *np.minimum(np.add(self._chosen, more), self.max_speculative_tokens).tolist()]
+        if length is None:
+            length = self._tried
+        return [0, *np.asarray(self._chosen).tolist()] if length is None else [length] * (len(self._chosen) + 1)
 
     def plan(self, batch: int) -> Plan:
         """Return the plan of the step that has begun, with so many requests."""
-        if self._measurement is not None:
-            proposer = self._measurement.proposer
-            return Plan(proposer, None, self._measurement.length if proposer == "drafter" else 0, 1.0, "")
         if self._fixed is not None:
-            return Plan("", None, self._fixed, float(self._acceptance.tokens_per_step()[self._fixed]), self._probes)
+            self._planned = self._fixed
+            return Plan(None, self._fixed, float(self._acceptance.tokens_per_step()[self._fixed]), self._probes)
         k, history = int(self._chosen[batch - 1]), self._ratios.get("history")
         speed = float(self._gains()[k, batch - 1]) if history is not None and "drafter" in self._ratios else 1.0
         probes = self._probes if self._learns else ""
-        k = min(k + (probes == "drafter"), self.max_speculative_tokens)
-        return Plan("", None if history is None else history[:, batch - 1].tolist(), k, speed, probes)
+        if probes == "drafter":
+            k = max(k, 1)
+        if self._tried is not None:
+            k, probes = self._tried, "drafter"
+        self._planned = k
+        return Plan(None if history is None else history[:, batch - 1].tolist(), k, speed, probes)
 
     def observe(self, step: Step) -> None:
         """Take note of what the current step did. Its time ends when the next step begins, or with `idle`."""
@@ -214,6 +194,13 @@ class DraftLengths:
         """End the last step, because no other follows at once: all requests have finished, or the engine pauses."""
         self._end_step(now)
         self._started, self._before = now, None
+        if self._costs is not None:
+            self._costs.pause()
+
+    @property
+    def _tried(self) -> int | None:
+        """The length that this step tries with the drafter, if any."""
+        return self._trials.length if self._learns and self._fixed is None else None
 
     @property
     def _probes(self) -> str:
@@ -234,10 +221,23 @@ class DraftLengths:
         total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
         if step.computes_prompts:
             return
-        if self._measurement is not None:
-            self._measurement.observe(step.num_speculative_tokens, step.batch, step.steady, seconds)
-        elif self._fixed is None and self._ratios:
+        if self._learns:
+            self._learn_costs(step, kind == "steady", seconds)
+        if self._fixed is None and self._ratios:
             self._count(step, before, seconds)
+
+    def _learn_costs(self, step: Step, steady: bool, seconds: float) -> None:
+        """Learn from the time of a step, if it is that of one draft length. steady: see Step."""
+        if self._costs is None:
+            return
+        if "history" in self._ratios:
+            if not (step.has_passes and "drafter" in self._ratios):  # it only verifies
+                verified = sum(verified for verified, _ in step.drafts)
+                return self._costs.observe("history", verified / step.batch, step.batch, seconds)
+            step = step._replace(num_speculative_tokens=self._planned)
+            steady = step.steady
+        if steady and not step.from_history:
+            self._costs.observe("drafter", step.num_speculative_tokens, step.batch, seconds)
 
     def _count(self, step: Step, before: Step | None, seconds: float) -> None:
         """Count what a step gained. Whatever slowed it would have slowed one without drafts as much, so only the ratio of the
@@ -253,12 +253,24 @@ class DraftLengths:
             proposer = "history"
         ratio = ratio_at(self._ratios[proposer][:, step.batch - 1].tolist(), length)
         self._sums.without[step.batch - 1] += seconds * step.num_tokens / step.batch / ratio
-        self._sums.gain += GainReport(seconds=seconds, longest_draft=longest)
+        self._sums.seconds += seconds
+        self._sums.longest_draft = max(self._sums.longest_draft, longest)
 
     def _gains(self) -> Array:
         """Return the expected decoding speed relative to no speculation, [K+1, max_batch]."""
         return self._acceptance.tokens_per_step()[:, None] / self._ratios["drafter"]
 
     def _decide(self) -> None:
+        self._acceptance.forget_what_is_contradicted()
+        if self._costs is not None:
+            self._ratios = {proposer: self._costs.ratios(proposer) for proposer in self._costs.proposers}
         if "drafter" in self._ratios:
             self._chosen = self._gains().argmax(0)
+
+    def _begin_block(self) -> None:
+        """Decide whether the next steps try a length of the drafter."""
+        self._trials.length = None
+        if self._costs is not None and "drafter" in self._ratios and self._fixed is None and self._before is not None:
+            batch = self._before.batch
+            ratios, errors = self._ratios["drafter"][:, batch - 1], self._costs.errors("drafter", batch)
+            self._trials.begin_block(self._acceptance.tokens_per_step(), ratios, errors)

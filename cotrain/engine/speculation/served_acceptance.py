@@ -11,9 +11,13 @@ import numpy as np
 
 from cotrain.engine.speculation.step_costs import Array
 
-MEMORY = 100.0
-"""Drafts after which an observation counts half, so that a drafter that collapses is switched off after about a hundred. Each
-position forgets by its own drafts, so that what is known about lengths that are not drafted at present is kept."""
+MEMORIES = np.array([[100.0], [16.0]])
+"""Drafts after which an observation counts half, in what is believed and in what was seen last. Each position forgets by its own
+drafts, so that what is known about lengths that are not drafted at present is kept."""
+
+CONTRADICTION = 4.5
+"""Log-likelihood ratio between what was seen last and what is believed, above which only the last counts: a policy or a drafter
+has changed. Without a change that happens once in several thousand drafts."""
 
 FIRST_RATE, FIRST_DRAFTS = 0.5, 2.0
 """Acceptance of the first position that is assumed before anything was drafted, and the number of drafts that this counts for.
@@ -39,26 +43,33 @@ class ServedAcceptance:
 
     def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = ()):
         """expected_rates [K or fewer]: for position i, the share of drafts expected to accept it and all before it."""
-        self._trials, self._accepted = np.zeros(max_speculative_tokens), np.zeros(max_speculative_tokens)
+        self._trials, self._accepted = np.zeros((2, 2, max_speculative_tokens))  # [memories, K] each
         known = len(expected_rates)
-        self._trials[:known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
-        self._accepted[:known] = EXPECTED_DRAFTS * np.array(expected_rates)
+        self._trials[0, :known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
+        self._accepted[0, :known] = EXPECTED_DRAFTS * np.array(expected_rates)
 
     def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
         """Count one engine step: (draft tokens, accepted ones) of each request with drafts."""
         if not drafts:
             return
         drafted, accepted = np.array(drafts).T[:, :, None]  # [requests, 1] each
-        positions = np.arange(len(self._trials))
+        positions = np.arange(self._trials.shape[1])
         trials = (np.minimum(drafted, accepted + 1) > positions).sum(0)
-        kept = 0.5 ** (trials / MEMORY)
+        kept = 0.5 ** (trials / MEMORIES)
         self._trials = kept * self._trials + trials
         self._accepted = kept * self._accepted + (accepted > positions).sum(0)
 
+    def forget_what_is_contradicted(self) -> None:
+        """Let only the last drafts count at positions where they contradict what is believed."""
+        believed, seen = (self._accepted + 0.5) / (self._trials + 1)
+        surprise = seen * np.log(seen / believed) + (1 - seen) * np.log((1 - seen) / (1 - believed))
+        changed = self._trials[1] * surprise > CONTRADICTION
+        self._trials[0, changed], self._accepted[0, changed] = self._trials[1, changed], self._accepted[1, changed]
+
     def tokens_per_step(self) -> Array:
         """Return L_k, the expected tokens of a step, for each draft length k [K+1]."""
-        rates, belief, weight = np.empty_like(self._trials), FIRST_RATE, FIRST_DRAFTS
-        for i, (trials, accepted) in enumerate(zip(self._trials, self._accepted, strict=True)):
+        rates, belief, weight = np.empty_like(self._trials[0]), FIRST_RATE, FIRST_DRAFTS
+        for i, (trials, accepted) in enumerate(zip(self._trials[0], self._accepted[0], strict=True)):
             rates[i] = belief = (accepted + weight * belief) / (trials + weight)
             weight = DEEPER_DRAFTS
         return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from cotrain.engine.speculation.draft_length import Step
-from cotrain.engine.speculation.measurement import MEASURE_ROUNDS, measured_sizes, room_for
 from cotrain.engine.speculation.step_costs import ratio_at
 
 K = 3
@@ -47,7 +46,11 @@ GPU = Shape(
 )
 
 GOOD, BAD, COLLAPSED = (0.53, 0.64, 0.62), (0.27, 0.42, 0.40), (0.05, 0.1, 0.1)
+EXCELLENT, POOR = (0.8, 0.8, 0.8), (0.2, 0.2, 0.2)
 """Conditional acceptance by position."""
+
+LOADED = (1.0, 0.96, 0.82, 0.95)
+"""t_k / t_0 that a run on a loaded machine measured at its start."""
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
@@ -102,19 +105,17 @@ class SimulatedEngine:
         """Whether a drafter runs, and not only the index beside it."""
         self.looks_up = 1.0
         """Below 1: share of the requests for which an index, whose drafts cost nothing, has one."""
+        self.seeming: Sequence[float] | None = None
+        """t_k / t_0 as the clock shows it while something disturbs the machine."""
         self.random = np.random.default_rng(seed)
         self.now, self.slow_down = 0.0, 1.0
         self._pending, self._slow, self._spell_ends = 0, False, 0.0
 
-    def measure(self, max_batch: int, seconds: float = 60.0, proposer: str = "drafter") -> None:
-        """As RolloutEngine.time_draft_lengths does for one proposer."""
-        self.rule.begin_measuring(proposer)
-        deadline = self.now + seconds
-        for size in MEASURE_ROUNDS * measured_sizes(max_batch):
-            if self.now > deadline:
-                break
-            self.drain([room_for(K)] * size)
-        self.rule.end_measuring()
+    def learn(self, *proposers: str, steps: int = 120) -> None:
+        """Let the rule choose, and decode so many steps at each batch size that it keeps costs of."""
+        self.rule.choose_among(proposers or ("drafter",))
+        for size in self.rule._costs.sizes:
+            self.run(size, steps)
 
     def run(self, batch: int, steps: int) -> Tally:
         """Decode with a constant batch, one engine step after the other."""
@@ -136,7 +137,9 @@ class SimulatedEngine:
 
     def step(self, batch: int, tally: Tally, prefill: bool = False) -> np.ndarray:
         """Tokens that each request got."""
-        drafted = self.rule.choose(self.now)[batch]
+        asked = drafted = self.rule.choose(self.now)[batch]
+        if self.has_passes and len(getattr(self.rule, "_ratios", ())) == 2:  # the worker decides, and takes the drafter
+            drafted = self.rule.plan(batch).drafter_length
         planned = verified = 0 if prefill else self._pending
         hits = self.random.random((batch, K)) < np.array(self.rates)
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(1), verified)
@@ -146,11 +149,11 @@ class SimulatedEngine:
             has = self.random.random(batch) < self.looks_up
             accepted, drafts = accepted * has, [draft for draft, there in zip(drafts, has, strict=False) if there]
             of_step = verified = sum(number for number, _ in drafts) / batch
-        self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum()), not self.has_passes))
+        self.rule.observe(Step(asked, batch, prefill, drafts, int(batch + accepted.sum()), not self.has_passes))
         if not self.has_passes:
             self.rule.left_passes_out()
         seconds = self.slow_down * self.shape.seconds(verified, of_step, batch)
-        self.now += seconds * self._disturbance()
+        self.now += self._shown(seconds, (verified + of_step) / 2, batch) * self._disturbance()
         self._pending = drafted
         if not prefill:
             without = self.slow_down * self.shape.seconds(0, 0, batch)
@@ -159,6 +162,11 @@ class SimulatedEngine:
             tally.num_drafts += batch * (verified > 0)
             tally.lengths.append(drafted)
         return 1 + accepted
+
+    def _shown(self, seconds: float, length: float, batch: int) -> float:
+        if self.seeming is None:
+            return seconds
+        return self.slow_down * self.shape.seconds(0, 0, batch) * float(np.interp(length, range(K + 1), self.seeming))
 
     def _disturbance(self) -> float:
         if self.now > self._spell_ends:

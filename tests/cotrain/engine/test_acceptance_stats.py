@@ -66,6 +66,8 @@ def test_a_request_that_was_never_drafted_for_has_length_one():
         ([(3, 0), (3, 3)], 4, True),  # the last step reached past the end of the response
         ([(3, 0), (1, 1), (2, 2)], 7, True),
         ([(3, 0), (3, 2)], 6, False),
+        ([(3, 3)] * 24 + [(3, 0)], 101, True),  # four tokens of a hundred came without drafts
+        ([(3, 3)] * 23 + [(3, 0)], 101, False),
         ([], 1, True),
         ([], 2, False),
     ],

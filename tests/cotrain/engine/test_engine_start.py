@@ -17,7 +17,7 @@ from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, 
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.engine.tap_admission import TapRequest
-from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
+from cotrain.records import GainReport, Rollout, RolloutRequest, StepTotal, Versions
 from drafters.base import ServingSpec
 
 K = 2
@@ -250,8 +250,13 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
         return decoded.utility_output.result.result
 
     engine = RolloutEngine(spec_of(tmp_path))
-    engine._engine = SimpleNamespace(errored=False, engine_core=SimpleNamespace(call_utility_async=call_utility_async))
-    assert asyncio.run(engine.in_scheduler(DraftLengths.fix_num_speculative_tokens, 1)) is False
+
+    async def collective_rpc(*args: object, **options: object) -> list[tuple[None, None]]:
+        return [(None, None)]
+
+    of_core = SimpleNamespace(call_utility_async=call_utility_async)
+    engine._engine = SimpleNamespace(errored=False, engine_core=of_core, collective_rpc=collective_rpc)
+    assert asyncio.run(engine.in_scheduler(DraftLengths.fix_num_speculative_tokens, 1)) is None
     assert asyncio.run(engine.in_scheduler(DraftLengths.describe)) == "k=1 at every batch size (fixed)"
     core.scheduler.draft_lengths.observe(Step(1, 2, False, [], 2))
     core.scheduler.draft_lengths.idle(0.5)
@@ -259,6 +264,11 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
     assert report["steps"] == [[1, 2, "mixed", 1, 2, 0.5]] and GainReport(**report["gain"]) == GainReport()
     assert asyncio.run(engine.in_scheduler(DraftLengths.new_drafter, [0.5, 0.3])) is None
     assert asyncio.run(engine.in_scheduler(DraftLengths.begin, False)) is None
+    assert asyncio.run(engine.set_num_speculative_tokens(None)) is None
+    before = asyncio.run(engine.describe_speculation())
+    assert "fixed" not in before and core.scheduler.draft_lengths._costs.proposers == ("drafter",)
+    asyncio.run(engine.learn_costs([StepTotal(k, 8, "steady", 20, 160, 1.0 + 9 * k) for k in (0, 1)]))
+    assert asyncio.run(engine.describe_speculation()) != before
 
 
 WRITTEN = "I think <answer>4</answer><note>so</note> it is"

@@ -16,8 +16,7 @@ from drafters.suffix.index import SuffixIndex
 K = 3
 RATIOS = [1.0, 1.2, 1.3, 1.4]
 NOTHING = Choice(0, 1.0)
-CHOOSE = Plan("", RATIOS, 1, 1.0, "")
-MEASURED = Plan("history", None, 0, 1.0, "")
+CHOOSE = Plan(RATIOS, 1, 1.0, "")
 
 
 @pytest.fixture
@@ -27,11 +26,11 @@ def history() -> HistoryDrafting:
     return HistoryDrafting(runner, SuffixIndex(2**12), draws=True)
 
 
-def learn(history: HistoryDrafting, proposal: Proposal | None, verified: int, emitted: int, plan: Plan = CHOOSE) -> Any:
+def learn(history: HistoryDrafting, proposal: Proposal | None, verified: int, emitted: int) -> Any:
     if proposal is not None:
         history._proposals["r"] = proposal
     text = Text(np.zeros(4, np.int32), 2, emitted)
-    history._learn(plan, {"r": [7] * verified} if verified else {}, {"r": text})
+    history._learn({"r": [7] * verified} if verified else {}, {"r": text})
     return history._of_match[0].tokens_per_step().tolist()
 
 
@@ -49,13 +48,11 @@ def test_what_the_index_could_not_propose_counts_as_refused(history: HistoryDraf
     assert two - one < (one - 1) ** 2, "the second token is accepted less often than the first"
 
 
-def test_drafts_of_the_drafter_and_fillers_teach_nothing_of_the_index(history: HistoryDrafting) -> None:
+def test_drafts_of_the_drafter_teach_nothing_of_the_index(history: HistoryDrafting) -> None:
     before = learn(history, None, verified=2, emitted=2)
     assert before == ServedAcceptance(K).tokens_per_step().tolist()
     counts = history.take_report()["counts"]
     assert counts == {"drafter/drafts": 1, "drafter/drafted_tokens": 2, "drafter/accepted_tokens": 1}
-    assert learn(history, None, verified=2, emitted=2, plan=MEASURED) == before
-    assert history.take_report()["counts"] == {}
 
 
 def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> None:

@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 
 from cotrain.config.schema import DrafterConfig
-from cotrain.engine.speculation.draft_length import DECIDE_STEPS, PROBE_STEPS, DraftLengths
-from cotrain.engine.speculation.step_costs import step_ratios
+from cotrain.engine.speculation.draft_length import PROBE_STEPS, DraftLengths
+from cotrain.engine.speculation.trials import BLOCK_STEPS
 from cotrain.publish.alarms import check_step
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal, Versions
 from tests.cotrain.engine.simulated_engine import (
     BAD,
     COLLAPSED,
     CPU,
+    EXCELLENT,
     GOOD,
     GPU,
+    LOADED,
     NOISY,
+    POOR,
     QUIET,
     K,
     Noise,
@@ -38,11 +41,11 @@ DRAFTERS = {"good": GOOD, "bad": BAD}
 
 
 def engine_of(
-    rates: Sequence[float], shape: Shape = CPU, max_batch: int = 32, noise: Noise = NOISY, measured: bool = True
+    rates: Sequence[float], shape: Shape = CPU, max_batch: int = 32, noise: Noise = NOISY, learnt: bool = True
 ) -> SimulatedEngine:
     engine = SimulatedEngine(DraftLengths(K, max_batch), shape, rates, noise)
-    if measured:
-        engine.measure(max_batch)
+    if learnt:
+        engine.learn()
     return engine
 
 
@@ -57,7 +60,7 @@ def test_never_slower_and_on_where_it_pays(shape: Shape, rates: tuple[float, ...
         engine = engine_of(rates, shape)
         tally = engine.run(batch, 600)
         best = best_fixed(shape, rates, batch)
-        assert tally.speed > 0.98, engine.rule.describe()
+        assert tally.speed > 0.965, engine.rule.describe()
         assert tally.speed > 0.93 * best, engine.rule.describe()
 
 
@@ -71,7 +74,7 @@ def test_a_draining_batch_is_about_as_fast_as_with_the_best_fixed_length_or_fast
 
     fixed = []
     for k in range(K + 1):
-        engine = engine_of(GOOD, shape, max_batch=16, measured=False)
+        engine = engine_of(GOOD, shape, max_batch=16, learnt=False)
         engine.rule.fix_num_speculative_tokens(k)
         fixed.append(speed(engine))
     assert fixed[0] == pytest.approx(1.0)
@@ -83,7 +86,7 @@ def test_a_drafter_that_collapses_is_switched_off_and_the_next_good_one_is_on_at
     assert engine.run(1, 200).lengths[-1] > 0
     engine.rates = COLLAPSED
     lengths = np.array(engine.run(1, 600).lengths)
-    assert (lengths[:200] == 0).any() and (lengths[250:] > 0).mean() < 0.1
+    assert (lengths[:200] == 0).any() and (lengths[250:] > 0).mean() < 0.15
     engine.rates = GOOD
     engine.rule.new_drafter(np.cumprod(GOOD).tolist())
     assert engine.run(1, 100).speed > 1.2
@@ -102,46 +105,65 @@ def test_a_longer_draft_is_chosen_for_what_is_expected_of_a_position_not_drafted
     """At k = 1 nothing is served at position 2, and what is expected there is not forgotten meanwhile."""
     first_only = (0.6, 0.05, 0.05)
     engine = engine_of(first_only, noise=QUIET)
-    assert sorted(engine.run(1, 300).lengths[-PROBE_STEPS:]) == [1] * (PROBE_STEPS - 1) + [2]
+    lengths = engine.run(1, 300).lengths[-100:]
+    assert lengths.count(1) > 85 and set(lengths) > {1}
     engine.rule.new_drafter([0.6, 0.42, 0.3])
     engine.rates = (0.6, 0.7, 0.7)
-    assert engine.run(1, 40).lengths[-1] > 1
+    assert np.mean(engine.run(1, 40).lengths) > 1.5
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-def test_a_drafter_that_gets_better_by_itself_is_found_by_probes(batch: int) -> None:
-    engine = engine_of(COLLAPSED, GPU)
-    assert engine.run(batch, 600).lengths[-2] == 0
-    engine.rates = GOOD
-    assert engine.run(batch, 4800 // batch + 1200).lengths[-1] > 1
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_policy_that_changes_is_followed(shape: Shape, batch: int) -> None:
+    """Acceptance goes from bad to good and back, and nobody tells the engine: benchmarks/draft_length.py has the figures."""
+    engine = engine_of(COLLAPSED, shape)
+    engine.run(batch, 500)
+    engine.rates = EXCELLENT
+    assert engine.run(batch, 1000).speed > 0.75 * best_fixed(shape, EXCELLENT, batch)
+    engine.rates = COLLAPSED
+    assert engine.run(batch, 500).speed > 0.92
 
 
-def test_one_step_in_many_drafts_one_token_more_than_is_chosen() -> None:
-    """A step of a fixed length, or of another sampling, does not."""
+def test_a_disturbed_start_is_mended() -> None:
+    """Steps with two drafts seemed to be the fastest of all, as on a loaded machine; at its real price drafting never pays."""
+    engine = SimulatedEngine(DraftLengths(K, 32), CPU, POOR)
+    engine.rule.choose_among(["drafter"])
+    engine.seeming = LOADED
+    assert np.mean(engine.run(4, 100).lengths[-20:]) > 1
+    engine.seeming = None
+    assert engine.run(4, 1000).speed > 0.85
+    assert engine.run(4, 300).speed > 0.93
+
+
+def test_every_length_is_tried_now_and_then_however_bad_it_seems() -> None:
+    """For a small share of the time; but not in steps of a fixed length or of another sampling."""
     engine = engine_of(BAD, noise=QUIET)
     engine.run(32, 300)
-    lengths = np.array(engine.run(32, 10 * PROBE_STEPS).lengths)
-    assert (lengths == 1).sum() == 10 and (lengths == 0).sum() == 10 * (PROBE_STEPS - 1)
+    tally = engine.run(32, 3000)
+    assert all(tally.lengths.count(k) >= BLOCK_STEPS for k in (1, 2, 3))
+    assert tally.speed > 0.985
     engine.rule.fix_num_speculative_tokens(2)
-    assert set(engine.run(32, 2 * PROBE_STEPS).lengths) == {2}
-    engine.rule.fix_num_speculative_tokens(None)
+    assert set(engine.run(32, 500).lengths) == {2}
+    engine.rule.choose_among(["drafter"])
     engine.rule.begin(learns=False)
-    assert set(engine.run(32, 2 * PROBE_STEPS).lengths) == {0}
+    assert set(engine.run(32, 1000).lengths) == {0}
 
 
 @pytest.mark.parametrize("rates", DRAFTERS.values(), ids=DRAFTERS)
 def test_a_machine_that_slows_down_changes_nothing(rates: tuple[float, ...]) -> None:
     engine = engine_of(rates, noise=Noise(slow_every=float("inf")))
-    before = engine.run(4, 200).lengths[-1]
+    engine.run(4, 200)
+    before = engine.rule.describe().partition(" at batch 5")[0][:4]
     engine.slow_down = 2.0
-    after = np.array(engine.run(4, 400).lengths)
-    assert (after == before).mean() > 0.9
+    tally = engine.run(4, 400)
+    assert engine.rule.describe()[:4] == before
+    assert tally.speed > 0.95 * best_fixed(CPU, rates, 4)
 
 
 def mislead(engine: SimulatedEngine, factor: float) -> None:
-    """Let its table say that drafts cost so many times what they do."""
-    costs = {(k, b): [CPU.seconds(k, k, b) * (factor if k else 1.0)] for k in range(K + 1) for b in CPU.batches}
-    engine.rule._ratios["drafter"] = step_ratios(K, 32, costs)
+    """Let it believe that a step with drafts takes so many times what it does."""
+    costs = engine.rule._costs
+    costs._mean[costs._where("drafter")] += np.log(factor)
     engine.rule._decide()
 
 
@@ -166,7 +188,10 @@ def test_no_gain_is_above_the_acceptance_length(rates: tuple[float, ...], noise:
     engine = engine_of(rates, noise=noise)
     mislead(engine, 0.7)
     for length in (None, None, 1, 3):
-        engine.rule.fix_num_speculative_tokens(length)
+        engine.rule.choose_among(["drafter"])
+        mislead(engine, 0.7)
+        if length is not None:
+            engine.rule.fix_num_speculative_tokens(length)
         engine.rule.begin()
         tokens, seconds = np.zeros(300), np.zeros(300)
         for i in range(300):
@@ -194,10 +219,8 @@ def test_the_report_says_what_the_tokens_would_take_at_each_length() -> None:
 
 def test_without_speculation_the_speedup_is_one() -> None:
     engine = engine_of((0.0, 0.0, 0.0), noise=QUIET)
+    engine.rule._trials._debt = 1e9  # for none in the steps that follow
     engine.run(32, 100)
-    while engine.run(32, 1).lengths == [0]:
-        pass  # until a probe, after which there is none for a while
-    engine.run(32, 2)
     engine.rule.begin()
     engine.run(32, 30)
     report = report_of(engine)
@@ -210,7 +233,7 @@ def test_drafts_that_no_step_was_left_to_verify_do_not_count() -> None:
     alarm for engines that draft nothing must not see a draft there, and must see one in every other call with drafts."""
     engine = engine_of(BAD, max_batch=16)
     random, drafted, in_vain = np.random.default_rng(0), 0, 0
-    for _ in range(1500):
+    for _ in range(600):
         engine.rule.begin()
         tally = engine.drain(random.integers(2, 10, size=16).tolist())
         assert (report_of(engine).longest_draft > 0) == (tally.num_drafts > 0)
@@ -220,8 +243,8 @@ def test_drafts_that_no_step_was_left_to_verify_do_not_count() -> None:
 
 
 def test_every_step_is_added_up_once_by_draft_length_batch_size_and_kind() -> None:
-    """Also those of a fixed length, and those that compute prompts; but none of the measurement at the start."""
-    engine = engine_of(GOOD, max_batch=4, noise=QUIET)
+    """Also those of a fixed length, and those that compute prompts."""
+    engine = engine_of(GOOD, max_batch=4, noise=QUIET, learnt=False)
     assert engine.rule.report()["steps"] == []
     engine.rule.fix_num_speculative_tokens(0)
     engine.drain([1.0])
@@ -251,23 +274,10 @@ def test_an_engine_without_speculation_adds_its_steps_up_too() -> None:
     assert sum(step.seconds for step in steps) == pytest.approx(engine.now - 100.0), "nothing of the time between"
 
 
-def test_measured_steps_are_told_with_their_error() -> None:
-    engine = engine_of(GOOD, measured=False, noise=Noise(steps=0.1, late=0.0, slow_every=float("inf")))
-    told, end = [], engine.rule.end_measuring
-    engine.rule.end_measuring = lambda: told.extend(end())
-    engine.measure(16)
-    assert {(k, batch) for k, batch, *_ in told} == {(k, batch) for k in range(K + 1) for batch in (1, 4, 16, 32)} - {
-        (k, 32) for k in range(K + 1)
-    }
-    for k, batch, seconds, error, number in told:
-        assert error == pytest.approx(0.1 / number**0.5, rel=0.6)
-        assert seconds == pytest.approx(CPU.seconds(k, k, batch) * np.exp(-0.67 * 0.1), rel=5 * error)
-
-
 def test_reason_in_words() -> None:
     engine = engine_of(GOOD, noise=QUIET)
     words = engine.rule.describe()
-    assert re.match(r"k=3 at batch 1 to 2 \(gain 1\.3\dx to 1\.\d\dx\), k=2 at batch 3 to \d", words), words
+    assert re.match(r"k=3 at batch 1( to 2)? \(gain 1\.[34].*\), k=2 at batch [23] to \d", words), words
     assert re.search(r", off at batch \d+ to 32: \d\.\d\dx at k=1$", engine_of(BAD, noise=QUIET).rule.describe())
     engine.rule.fix_num_speculative_tokens(1)
     assert engine.rule.describe() == "k=1 at every batch size (fixed)"
@@ -278,22 +288,33 @@ def test_reason_in_words() -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def test_full_length_until_steps_were_measured() -> None:
-    engine = engine_of(COLLAPSED, measured=False)
+def test_full_length_until_the_engine_may_choose() -> None:
+    engine = engine_of(COLLAPSED, learnt=False)
     assert set(engine.run(4, 50).lengths) == {K}
-    assert not engine.rule.fix_num_speculative_tokens(None), "there is nothing to choose by yet"
     engine.rule.new_drafter(None)
     assert set(engine.run(4, 50).lengths) == {K}
-    engine.measure(32)
-    assert engine.run(4, 100).lengths[-1] == 0
+    engine.rule.choose_among(["drafter"])
+    lengths = engine.run(4, 400).lengths
+    assert set(lengths[:100]) == {0, 1, 2, 3}, "the first steps are spread over the lengths"
+    assert lengths[200:].count(0) > 180
 
 
-def test_requests_too_short_for_any_measurement_leave_the_length_fixed() -> None:
-    engine = engine_of(GOOD, measured=False)
-    engine.rule.begin_measuring()
-    engine.drain([2] * 4)
-    assert engine.rule.end_measuring() == []
-    assert engine.rule.describe() == f"k={K} at every batch size (fixed)"
+def test_a_resumed_run_knows_what_its_steps_cost() -> None:
+    """By the totals that the run has recorded, which are of blocks of a few steps in between."""
+    before = engine_of(GOOD, learnt=False)
+    before.rule.choose_among(["drafter"])
+    recorded = []
+    for _ in range(10):
+        before.drain(np.geomspace(20, 300, 16).tolist())
+        recorded += before.rule.report()["steps"]
+    engine = engine_of(GOOD, learnt=False)
+    engine.rule.choose_among(["drafter"])
+    engine.rule.learn_costs(recorded)
+    engine.rule.new_drafter(np.cumprod(GOOD).tolist())
+    for batch in (1, 4, 16):
+        assert (engine.rule._costs.errors("drafter", batch) < 0.15).all()
+        chosen = speed_of_fixed(CPU, GOOD, batch, engine.rule._chosen[batch - 1])
+        assert chosen > 0.95 * best_fixed(CPU, GOOD, batch)
 
 
 def test_nothing_is_learnt_from_another_sampling() -> None:
@@ -312,8 +333,8 @@ def test_a_fixed_length_is_kept_and_teaches_what_the_drafter_accepts() -> None:
     engine.rule.fix_num_speculative_tokens(K)
     engine.rates = COLLAPSED
     assert set(engine.run(1, 500).lengths) == {K}, "no probes either"
-    engine.rule.fix_num_speculative_tokens(None)
-    assert engine.run(1, 2 * DECIDE_STEPS).lengths[-1] == 0
+    engine.rule.choose_among(["drafter"])
+    assert engine.run(1, 10 * BLOCK_STEPS).lengths.count(0) > 5 * BLOCK_STEPS
 
 
 def test_the_choice_does_not_wait_for_what_a_draft_will_be() -> None:
@@ -322,7 +343,7 @@ def test_the_choice_does_not_wait_for_what_a_draft_will_be() -> None:
     def lengths(seed: int) -> Any:
         controller = DraftLengths(K, 4)
         engine = SimulatedEngine(controller, CPU, GOOD, QUIET, seed=0)
-        engine.measure(4)
+        engine.learn()
         engine.run(4, 30)
         engine.random = np.random.default_rng(seed)
         return controller.choose(engine.now)
@@ -334,7 +355,7 @@ def test_drafts_that_only_some_requests_have_teach_what_a_step_costs() -> None:
     """An index drafts for some requests of a batch; a step then costs what it verifies, and the machine slows down."""
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    engine.measure(16, proposer="history")
+    engine.learn("history")
     engine.looks_up = 0.6
     engine.run(4, 100)
     controller.report()
@@ -344,31 +365,34 @@ def test_drafts_that_only_some_requests_have_teach_what_a_step_costs() -> None:
     assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
 
 
-def ratios_of(shape: Shape, batch: int) -> Any:
+def ratios_of(shape: Shape, batch: int, error: float = 0.05) -> Any:
     expected = [shape.seconds(k, k, batch) / shape.seconds(0, 0, batch) for k in range(K + 1)]
-    return pytest.approx(expected, rel=0.05)
+    return pytest.approx(expected, rel=error)
 
 
 def test_each_request_chooses_by_what_a_step_costs_where_history_proposes() -> None:
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
     assert controller.plan(4).ratios is None and controller.plan(4).drafter_length == K, "the longest"
-    engine.measure(16, proposer="history")
+    engine.looks_up = 0.6
+    engine.learn("history", steps=300)
     assert engine.run(1, 60).lengths[-1] == engine.run(16, 60).lengths[-1] == K, "each request may have the most"
     for batch in (1, 16):
-        assert controller.plan(batch)[:4] == ("", ratios_of(CPU, batch), 0, 1.0)
+        ratios, *others = controller.plan(batch)
+        assert ratios == ratios_of(CPU, batch, 0.08) and others == [0, 1.0, ""]
     controller.fix_num_speculative_tokens(2)
     assert controller.plan(1).ratios is None and set(engine.run(1, 20).lengths) == {2}
-    controller.begin_measuring("history")
-    assert controller.plan(1).measures == "history"
 
 
 def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_drafted() -> None:
     """Requests may draft nothing for as long as nothing pays, which the alarm for engines that draft nothing must not see."""
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    engine.measure(16, proposer="history")
+    engine.learn("history")
+    controller.idle(engine.now)
+    controller.begin()
     engine.looks_up = 0.0
+    engine._pending = 0
     engine.run(4, 40)
     report = report_of(engine)
     assert report.longest_draft == 0 and report.seconds > 0
@@ -383,7 +407,7 @@ def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_draft
 def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    engine.measure(16, proposer="history")
+    engine.learn("history")
     engine.looks_up = 0.05
     engine.run(16, 20)
     controller.report()
@@ -392,48 +416,54 @@ def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
     assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
 
 
+def mixed_engine(of_history: Shape = CPU) -> SimulatedEngine:
+    """Has learnt what drafts of a drafter cost, and what those of an index do."""
+    engine = engine_of(GOOD, noise=QUIET, learnt=False)
+    engine.learn("drafter", "history")
+    before = engine.rule._acceptance.tokens_per_step().tolist()
+    engine.shape, engine.has_passes, engine.looks_up = of_history, False, 0.6
+    for batch in (1, 4, 16, 32):
+        engine.run(batch, 200)
+    assert engine.rule._acceptance.tokens_per_step().tolist() == before, "these were no drafts of the drafter"
+    return engine
+
+
 def test_beside_a_drafter_the_worker_hears_what_the_drafter_would_gain() -> None:
-    engine = engine_of(BAD, noise=QUIET)
-    assert engine.run(32, 100).lengths[-1] == 0
-    engine.has_passes, engine.rates = False, (0.0, 0.0, 0.0)
-    engine.measure(32, proposer="history")
-    engine.has_passes, engine.rates = True, GOOD
+    engine = mixed_engine()
     engine.rule.new_drafter(np.cumprod(GOOD).tolist())
     assert engine.run(32, 1).lengths == [K], "history may have the most"
     for batch in (1, 4, 16, 32):
         best = best_fixed(CPU, GOOD, batch)
         plan = engine.rule.plan(batch)
         assert plan.drafter_speed == pytest.approx(best, rel=0.06)
-        assert speed_of_fixed(CPU, GOOD, batch, plan.drafter_length) == pytest.approx(best, rel=0.03)
+        length = engine.rule._chosen[batch - 1]
+        assert speed_of_fixed(CPU, GOOD, batch, length) == pytest.approx(best, rel=0.05)
 
 
-def test_proposers_are_probed_in_turn() -> None:
-    controller = engine_of(GOOD, noise=QUIET).rule
-    engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    engine.has_passes = False
-    engine.measure(32, proposer="history")
-    plans = []
-    for _ in range(4 * PROBE_STEPS):
+def test_proposers_are_tried_in_turn() -> None:
+    engine, plans = mixed_engine(), []
+    controller, engine.has_passes = engine.rule, True
+    for _ in range(8 * PROBE_STEPS):
         engine.step(4, Tally())
         plans.append(controller.plan(4))
-    usual = plans[0].drafter_length
-    assert sorted(plan.probes for plan in plans if plan.probes) == ["drafter", "drafter", "history", "history"]
-    assert {plan.drafter_length for plan in plans if plan.probes == "drafter"} == {min(usual + 1, K)}
+    probes = [plan.probes for plan in plans]
+    assert probes.count("history") >= 3 and probes.count("drafter") >= BLOCK_STEPS
+    usual = controller._chosen[3]
+    assert {plan.drafter_length for plan in plans if plan.probes == "drafter"} - {usual}, "other lengths too"
+    controller.fix_num_speculative_tokens(K)
+    seen = [engine.step(4, Tally()) is not None and controller.plan(4).probes for _ in range(4 * PROBE_STEPS)]
+    assert (seen.count("drafter"), seen.count("history")) == (2, 2), "also at a fixed length"
+    controller.choose_among(["drafter", "history"])
     controller.begin(learns=False)
     engine.run(4, PROBE_STEPS - 1)
     assert {engine.step(4, Tally()) is not None and controller.plan(4).probes for _ in range(PROBE_STEPS)} == {""}
 
 
 def test_drafts_from_history_beside_a_drafter_cost_what_they_verify() -> None:
-    engine = engine_of(GOOD, noise=QUIET)
+    engine = mixed_engine(of_history=GPU)  # any tokens, verified at another price
     controller = engine.rule
-    before = controller._acceptance.tokens_per_step().tolist()
-    engine.shape, engine.rates, engine.has_passes = GPU, (0.0, 0.0, 0.0), False  # any tokens, verified at another price
-    engine.measure(32, proposer="history")
-    assert controller._acceptance.tokens_per_step().tolist() == before, "these were no drafts of the drafter"
     assert controller.plan(4).ratios == ratios_of(GPU, 4)
     controller.report()
-    engine.rates = GOOD
     tally = engine.run(4, 600)
     gain = controller.report()["gain"]
     assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)

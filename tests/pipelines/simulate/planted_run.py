@@ -14,7 +14,6 @@ from cotrain.acceptance_stats import counts_by_depth
 from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
-from cotrain.engine.speculation.measurement import measured_sizes, room_for
 from cotrain.records import Rollout, StepTotal, Versions
 from cotrain.run.rows import RowFile, read_rows
 
@@ -45,14 +44,8 @@ class PlantedEngine:
     def __init__(self, k: int, slots: int, seed: int):
         self.controller, self.slots = DraftLengths(k, slots), slots
         self.random, self.now = np.random.default_rng(seed), 0.0
-
-    def measure(self) -> list[list[float]]:
-        """As RolloutEngine.time_draft_lengths does."""
-        self.controller.begin_measuring()
-        for _ in range(6):
-            for size in measured_sizes(self.slots):
-                self.generate([room_for(K)] * size)
-        return self.controller.end_measuring()
+        if k:
+            self.controller.choose_among(["drafter"])
 
     def generate(self, lengths: list[int]) -> list[list[tuple[int, int]]]:
         """The verification steps of each response."""
@@ -102,8 +95,6 @@ def write_run(folder: Path, steps: int = 8, k: int = K, slots: int = 8, engines:
     write_config(RunConfig(name=folder.name, steps=steps, policy=model, task=task, **fields), folder / "config.json")
     files = {name: RowFile(folder / f"{name}.jsonl") for name in ("metrics", "stream", "steps")}
     running = [PlantedEngine(k, slots, seed) for seed in range(engines)]
-    if k:
-        files["steps"].write(0, {"measured": [engine.measure() for engine in running]})
     for step in range(1, steps + 1):
         groups, rollouts, busy, recorded = lengths_of(step, 8), list[Rollout](), [0.0], {}
         for number, lengths in enumerate(groups):

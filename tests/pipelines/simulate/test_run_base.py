@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_what_steps_cost_and_accept_is_read_back(runs: dict[str, Path]) -> None:
     cells, prefill = step_times(recorded(runs["spec"]))
-    assert {(0, 1), (1, 4), (2, 8), (2, 5)} <= cells.keys(), "those of the run, and what was timed before it"
+    assert {(0, 1), (1, 4), (2, 8), (2, 5)} <= cells.keys(), "also what the engine only tried"
     for (k, batch), seconds in cells.items():
         assert seconds == pytest.approx(seconds_of(k, batch), rel=0.04)
     assert prefill == pytest.approx(PREFILL_TOKENS_PER_S, rel=0.05)
@@ -78,7 +78,7 @@ def test_settings_go_by_the_names_of_a_run_or_of_a_system(runs: dict[str, Path])
 @pytest.mark.parametrize("name", ["spec", "plain", "two", "wide"])
 def test_half_of_a_run_predicts_the_other(runs: dict[str, Path], name: str) -> None:
     predicted, measured = compared(runs[name])
-    assert predicted == pytest.approx(measured, rel=0.03)
+    assert predicted == pytest.approx(measured, rel=0.04), "the steps that only try a length are not predicted"
 
 
 def copied(run: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -100,8 +100,6 @@ def slow_generation(row: dict[str, Any]) -> None:
 
 def cheap_drafts(row: dict[str, Any]) -> None:
     """Nothing was ever accepted, and yet steps with drafts took less time than those without."""
-    if "measured" in row:
-        row["measured"] = [[[k, n, s * 0.7**k, *rest] for k, n, s, *rest in cells] for cells in row["measured"]]
     if "engines" in row:
         row["engines"] = {e: [[k, *rest, s * 0.7**k] for k, *rest, s in ts] for e, ts in row["engines"].items()}
     if "acceptance" in row:
@@ -121,7 +119,6 @@ def test_noise_in_step_times_gains_nothing_where_nothing_is_accepted(runs: dict[
 
 def drafting_alone(row: dict[str, Any]) -> None:
     """As if the engines always drafted."""
-    row.pop("measured", None)
     if "engines" in row:
         row["engines"] = {e: [step for step in steps if step[0] == K] for e, steps in row["engines"].items()}
 
