@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.suffix_index import acceptances
-from drafters.suffix.index import SuffixIndex, key_of
+from drafters.suffix.index import SuffixIndex
+from drafters.suffix.requests import key_of
 
 TOKENS, PROMPTS, SAMPLES, LENGTH, STEPS, JUDGED = 64, 24, 8, 64, 16, 8
 PLACES = 12

@@ -1,6 +1,5 @@
 """The index of finished rollouts that drafts are proposed from."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,15 +10,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from drafters.suffix import frequencies
+from drafters.suffix.requests import KEY_BYTES, RequestTexts, Tokens
 
-Tokens = NDArray[np.int32]
-
-KEY_BYTES = 16
 EVERY_PROMPT = bytes(KEY_BYTES)
 """Key of the segments that hold the texts of all prompts."""
-
-EVERY_PROMPT_WEIGHT = 0.05
-"""Weight of a text among those of all prompts: style repeats across problems, content less so."""
 
 FULL = 0.5
 """Largest share of the room that texts take after room was made, so that it must be made only seldom."""
@@ -29,38 +23,67 @@ BYTES_PER_TOKEN = 2 * 2 * 4 + 4
 
 
 class Segment(NamedTuple):
-    """A run of texts in the arrays, with the positions of their tokens sorted by the context before them."""
+    """A run of texts, with the positions of their tokens sorted by the context before them."""
 
-    start: int
-    size: int
-    """Number of tokens, separators included."""
-    num_positions: int
-    """Number of tokens, separators excluded."""
+    text: Tokens
+    """Separators included."""
+    order: Tokens
+    following: Tokens
+    """The token at each of these positions, so that counting what follows a context reads neighbours."""
+    row: list[int]
+    """Addresses of the three arrays, number of tokens and number of positions; valid as long as the segment is."""
 
-
-class Draft(NamedTuple):
-    """Tokens proposed for one request, with the distributions that they were drawn from."""
-
-    tokens: Tokens  # [n]
-    supports: Tokens  # [n, WIDTH]: tokens of each distribution
-    probabilities: NDArray[np.float64]  # [n, WIDTH]
-    sizes: Tokens  # [n]: number of tokens in each distribution; entries behind these are undefined
-    match: int
-    """Length of the longest match before the first token, known before anything is drawn."""
-
-    def first(self, length: int) -> "Draft":
-        """Return the first `length` tokens of the draft."""
-        return self._replace(tokens=self.tokens[:length])
-
-    def distribution(self, position: int) -> tuple[Tokens, NDArray[np.float64]]:
-        """Return the tokens and the probabilities of the distribution that a token was drawn from."""
-        size = self.sizes[position]
-        return self.supports[position, :size], self.probabilities[position, :size]
+    @classmethod
+    def of(cls, text: Tokens, order: Tokens) -> "Segment":
+        """Return the segment of these arrays."""
+        following = text[order]
+        addresses = [array.ctypes.data for array in (text, order, following)]
+        return cls(text, order, following, [*addresses, len(text), len(order)])
 
 
-def key_of(prompt_token_ids: Sequence[int] | Tokens) -> bytes:
-    """Return the key of a prompt: requests with the same prompt tokens share a history."""
-    return hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=KEY_BYTES).digest()
+class Scope:
+    """The segments that hold the texts of one prompt, or those of all, from old to new, and their rows [S, 5]."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.rows = np.zeros((0, 5), np.int64)
+
+    def replace(self, start: int, *segments: Segment) -> None:
+        """Let these segments take the place of those from `start` on."""
+        self.segments[start:] = segments
+        self.rows = np.array([segment.row for segment in self.segments], np.int64).reshape(-1, 5)
+
+
+NO_SCOPE = Scope()
+
+
+class Drafts(NamedTuple):
+    """Tokens proposed for R requests, at most k each, with the distributions that they were drawn from.
+
+    Entries beyond the numbers of tokens and of distributions' tokens are undefined.
+    """
+
+    tokens: Tokens  # [R, k]
+    supports: Tokens  # [R, k, WIDTH]: tokens of each distribution
+    probabilities: NDArray[np.float64]  # [R, k, WIDTH]
+    sizes: Tokens  # [R, k]: number of tokens in each distribution
+    nums: NDArray[np.int64]  # [R]: number of tokens of each draft
+    matches: NDArray[np.int64]  # [R]
+    """Lengths of the longest matches before the first tokens, known before anything is drawn."""
+
+    def first(self, nums: NDArray[np.int64]) -> "Drafts":
+        """Return the first tokens of each draft, at most as many as given [R]."""
+        return self._replace(nums=np.minimum(self.nums, nums))
+
+    def lists(self) -> list[list[int]]:
+        """Return the tokens of each draft."""
+        return [tokens[:num] for tokens, num in zip(self.tokens.tolist(), self.nums.tolist(), strict=True)]
+
+    def distribution(self, request: int, position: int) -> dict[int, float]:
+        """Return the distribution that a token was drawn from: probabilities by token."""
+        size = self.sizes[request, position]
+        of_token = self.supports[request, position, :size], self.probabilities[request, position, :size]
+        return dict(zip(*(values.tolist() for values in of_token), strict=True))
 
 
 class SuffixIndex:
@@ -75,7 +98,6 @@ class SuffixIndex:
         self.max_tokens = max_bytes // BYTES_PER_TOKEN * 2
         if self.max_tokens < 8:
             raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
-        self._texts, self._orders = (np.zeros(self.max_tokens, np.int32) for _ in range(2))
         self._rng = np.random.default_rng(seed)
         self.forget()
 
@@ -103,14 +125,13 @@ class SuffixIndex:
         if self._used + 2 * len(text) > self.max_tokens:
             self._rebuild(self._newest())
             return
-        order = frequencies.sort_by_context(text)
-        for scope in (key, EVERY_PROMPT):
-            segments = self._segments.setdefault(scope, [])
-            segments.append(self._put(text, order))
-            while len(segments) > 1 and segments[-2].size < 2 * segments[-1].size:
-                if self._used + segments[-2].size + segments[-1].size > self.max_tokens:
-                    break  # no text is forgotten for a merge, which waits until there is room
-                self._merge_last(segments)
+        added = Segment.of(text, frequencies.sort_by_context(text))
+        for name in (key, EVERY_PROMPT):
+            scope = self._scopes.setdefault(name, Scope())
+            scope.replace(len(scope.segments), added)
+            self._used += len(text)
+            while len(scope.segments) > 1 and len(scope.segments[-2].text) < 2 * len(scope.segments[-1].text):
+                scope.replace(len(scope.segments) - 2, merged(*scope.segments[-2:]))
 
     def _newest(self) -> list[tuple[bytes, Tokens]]:
         """Return the newest texts, as many as may stay when room is made."""
@@ -118,47 +139,31 @@ class SuffixIndex:
         return self._rollouts[-max(1, int((sizes <= FULL * self.max_tokens).sum())) :]
 
     def _rebuild(self, rollouts: list[tuple[bytes, Tokens]]) -> None:
-        """Index these texts alone, with one segment for each prompt and one for all. It closes the gaps that merging has left."""
+        """Index these texts alone, with one segment for each prompt and one for all."""
         self._rollouts, self._used = rollouts, 0
-        self._segments: dict[bytes, list[Segment]] = {EVERY_PROMPT: []}
+        self._scopes: dict[bytes, Scope] = {EVERY_PROMPT: Scope()}
         texts: dict[bytes, list[Tokens]] = defaultdict(list)
         for key, text in rollouts:
             texts[key].append(text)
             texts[EVERY_PROMPT].append(text)
-        for scope, parts in texts.items():
+        for name, parts in texts.items():
             text = np.concatenate(parts)
-            self._segments[scope] = [self._put(text, frequencies.sort_by_context(text))]
-
-    def _put(self, text: Tokens, order: Tokens) -> Segment:
-        segment = Segment(self._used, len(text), len(order))
-        self._texts[self._used : self._used + len(text)] = text
-        self._orders[self._used : self._used + len(order)] = order
-        self._used += len(text)
-        return segment
-
-    def _merge_last(self, segments: list[Segment]) -> None:
-        first, second = segments[-2:]
-        text = np.concatenate([self._texts[s.start : s.start + s.size] for s in (first, second)])
-        order = np.concatenate([self._orders[s.start : s.start + s.num_positions] for s in (first, second)])
-        order[first.num_positions :] += first.size
-        frequencies.merge(text, order, first.num_positions, np.empty_like(order))
-        for segment in (second, first):
-            if segment.start + segment.size == self._used:
-                self._used = segment.start
-        segments[-2:] = [self._put(text, order)]
+            self._scopes.setdefault(name, Scope()).replace(0, Segment.of(text, frequencies.sort_by_context(text)))
+            self._used += len(text)
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
-    def draft(self, key: bytes, text: Tokens, response_start: int, k: int, draws: bool) -> Draft:
-        """Propose at most k tokens after a request's text (prompt and response), fewer where nothing is known.
+    def draft(self, requests: RequestTexts, rows: NDArray[np.int64], k: int, draws: NDArray[np.bool_]) -> Drafts:
+        """Propose at most k tokens after the texts of requests, fewer where nothing is known.
 
-        draws: whether to draw each token from its distribution with the index's own generator, or to take the likeliest.
+        rows [R]: the requests, -1 where nothing is to be proposed. draws [R]: whether to draw each token from its distribution
+        with the index's own generator, or to take the likeliest.
         """
-        own, every = self._segments.get(key, []), self._segments[EVERY_PROMPT]
-        segments = np.array([*own, *every], np.int64).reshape(-1, 3)
-        weights = np.array([1.0] * len(own) + [EVERY_PROMPT_WEIGHT] * len(every))
-        scope = self._texts, self._orders, segments, weights
-        return Draft(*frequencies.draft(*scope, text, response_start, k, draws, self._rng))
+        own = [self._scopes.get(requests.keys[row], NO_SCOPE).rows for row in rows.tolist()]
+        ends, every = np.cumsum([len(of_prompt) for of_prompt in own]), self._scopes[EVERY_PROMPT].rows
+        state = requests.texts, requests.links, requests.heads, requests.lengths
+        starts = requests.prompt_lengths[rows]
+        return Drafts(*frequencies.draft(state, rows, starts, np.concatenate(own), ends, every, k, draws, self._rng))
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -187,3 +192,11 @@ class SuffixIndex:
             raise ValueError(f"the index in {path} needs {needed // 2 * BYTES_PER_TOKEN} bytes, and {allowed}")
         texts = np.split(saved["texts"], np.cumsum(saved["lengths"])[:-1])
         self._rebuild([(key.tobytes(), text) for key, text in zip(saved["keys"], texts, strict=False)])
+
+
+def merged(first: Segment, second: Segment) -> Segment:
+    """Return one segment with the texts of two."""
+    text, order = (np.concatenate([a, b]) for a, b in zip(first[:2], second[:2], strict=True))
+    order[len(first.order) :] += len(first.text)
+    frequencies.merge(text, order, len(first.order), np.empty_like(order))
+    return Segment.of(text, order)
