@@ -3,6 +3,7 @@
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,9 @@ class HistoryDrafting:
     def __init__(self, model_runner: Any, index: SuffixIndex, draws: bool, drafter: Callable[..., Any] | None = None):
         """draws: see SuffixIndex.draft; may change. drafter: takes the arguments of propose_draft_token_ids, and returns drafts of
         the scheduler output's length. Without one, vLLM takes this object for its look-up of n-grams."""
-        self.index, self.draws = index, draws
+        self._index, self.draws = index, draws
+        self._pool, self._piece = ThreadPoolExecutor(1, "history"), Future[bool]()
+        self._piece.set_result(False)
         self._runner, self._drafter = model_runner, drafter
         self._take, self._proposer = model_runner.take_draft_token_ids, ""
         self._of_match = [ServedAcceptance(model_runner.num_spec_tokens) for _ in (*MATCHES, None)]
@@ -67,8 +70,21 @@ class HistoryDrafting:
 
     def add(self, rollouts: list[tuple[list[int], list[int]]]) -> None:
         """Add finished rollouts to the index: the token ids of each prompt and of its response, emitted ones only."""
+        index = self.index
         for prompt, response in rollouts:
-            self.index.add(key_of(prompt), response)
+            index.add(key_of(prompt), response)
+        self._go_on_learning()
+
+    @property
+    def index(self) -> SuffixIndex:
+        """The index, after the piece that a thread has begun to learn."""
+        self._piece.result()
+        return self._index
+
+    def _go_on_learning(self) -> None:
+        """Let the thread learn a piece while the engine computes. One piece a call keeps the indexes of all ranks alike."""
+        if self.index.is_behind:
+            self._piece = self._pool.submit(self._index.advance)
 
     def take_report(self) -> dict[str, dict[str, float]]:
         """Return counts (drafts, draft tokens, accepted ones by proposer since the last call) and state (size)."""
@@ -93,6 +109,7 @@ class HistoryDrafting:
         if draws and not sampling_metadata.all_random:
             greedy = (sampling_metadata.temperature < 1e-5).cpu().numpy()
         drafts = self._drafts(plan, step, greedy, k)
+        self._go_on_learning()
         self._proposer = "" if drafts is None else "history"
         if self._drafter is not None:
             own = copy.copy(scheduler_output)

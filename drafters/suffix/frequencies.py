@@ -61,41 +61,77 @@ def _arrays(segment):
 
 
 @_compiled
-def _before(text, i, j):
-    """Return whether the context of position i is sorted before that of j."""
+def _before(first, i, second, j):
+    """Return whether the context of position i of the first text is sorted before that of j of the second, or is the same."""
     for m in range(1, DEPTH + 1):
-        a, b = text[i - m], text[j - m]
+        a, b = first[i - m], second[j - m]
         if a != b:
             return a < b
         if a == SEPARATOR:
             break
-    return i < j
+    return True
 
 
 @_compiled
-def merge(text, order, middle, scratch):
-    """Merge order[:middle] and order[middle:], each sorted by context, in place. scratch must be as long as order."""
-    i, j, n = 0, middle, len(order)
-    for out in range(n):
-        if j == n or (i < middle and _before(text, order[i], order[j])):
-            scratch[out] = order[i]
-            i += 1
-        else:
-            scratch[out] = order[j]
-            j += 1
-    order[:] = scratch[:n]
-
-
-@_compiled
-def sort_by_context(text):
-    """Return the positions of all tokens but separators in texts [n], each after a SEPARATOR, sorted by context: int32."""
-    order = np.flatnonzero(text != SEPARATOR).astype(np.int32)
+def sort(text, order):
+    """Sort ascending positions of a text by context, in place."""
     scratch, width = np.empty_like(order), 1
     while width < len(order):
-        for start in range(0, len(order) - width, 2 * width):
-            merge(text, order[start : start + 2 * width], width, scratch)
+        for start in range(0, len(order), 2 * width):
+            middle, end = min(start + width, len(order)), min(start + 2 * width, len(order))
+            i, j = start, middle
+            for out in range(start, end):
+                if j == end or (i < middle and _before(text, order[i], text, order[j])):
+                    scratch[out] = order[i]
+                    i += 1
+                else:
+                    scratch[out] = order[j]
+                    j += 1
+        order[:] = scratch
         width *= 2
-    return order
+
+
+@_compiled
+def merge(first, second, shift, merged, reached, most):
+    """Merge two runs by context, at most `most` positions from where it stopped before.
+
+    first, second: (text, order, following tokens) each. merged: (order, following tokens), to be filled. shift: added to the
+    positions of the second. reached [2]: how many positions of each were merged; it is brought up to date.
+    """
+    (first_text, first_order, first_following), (second_text, second_order, second_following) = first, second
+    order, following = merged
+    i, j = reached
+    for out in range(i + j, min(len(order), i + j + most)):
+        if j == len(second_order) or (
+            i < len(first_order) and _before(first_text, first_order[i], second_text, second_order[j])
+        ):
+            order[out], following[out] = first_order[i], first_following[i]
+            i += 1
+        else:
+            order[out], following[out] = second_order[j] + shift, second_following[j]
+            j += 1
+    reached[0], reached[1] = i, j
+
+
+@_compiled
+def leave_out(cut, order, following, rest, reached, most):
+    """Copy the positions from `cut` on, moved to 0, of the next `most` of a run by context.
+
+    rest: (order, following tokens), to be filled. reached [2]: how many positions were read and written; it is brought up to date.
+    """
+    rest_order, rest_following = rest
+    i, out = reached
+    for place in range(i, min(len(order), i + most)):
+        if order[place] >= cut:
+            rest_order[out], rest_following[out] = order[place] - cut, following[place]
+            out += 1
+    reached[0], reached[1] = min(len(order), i + most), out
+
+
+@_compiled
+def copy(source, target):
+    """Copy an array; other threads go on meanwhile."""
+    target[:] = source
 
 
 @_compiled

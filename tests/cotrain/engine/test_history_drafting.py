@@ -177,3 +177,16 @@ def test_the_tensor_of_distributions_holds_those_of_the_step_alone() -> None:
                 for token, value in of_token.items():
                     expected[i, j, token] = value
         assert torch.equal(probabilities.of(drafts, np.full(requests, likeliest)), expected)
+
+
+def test_a_thread_learns_one_piece_for_each_step(history: HistoryDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So all ranks of an engine, which make the same steps, have the same index in each."""
+    monkeypatch.setattr("drafters.suffix.index.PIECE", 1)
+    history.add([([1], [2, 3, 4]), ([1], [5, 6, 7])])
+    pieces = 1
+    while history.index.is_behind:
+        size = history.index.num_bytes
+        assert history.index.num_bytes == size, "nothing goes on between steps"
+        history._go_on_learning()
+        pieces += 1
+    assert pieces > 4 and history.index.num_tokens == 6

@@ -10,7 +10,7 @@ from scipy import stats
 
 from drafters.suffix import frequencies
 from drafters.suffix.frequencies import EVERY_PROMPT_WEIGHT
-from drafters.suffix.index import BYTES_PER_TOKEN, Drafts, SuffixIndex
+from drafters.suffix.index import BYTES_PER_TOKEN, MOST_BYTES, Drafts, SuffixIndex
 from drafters.suffix.requests import RequestTexts, key_of
 
 PROMPTS = [[1, 2, 3], [1, 2, 4], [5]]
@@ -28,10 +28,16 @@ def history(num_texts: int = 12, seed: int = 0) -> list[tuple[list[int], list[in
     return texts
 
 
+def learn(index: SuffixIndex, prompt: list[int], response: list[int]) -> None:
+    index.add(key_of(prompt), response)
+    while index.advance():
+        pass
+
+
 def filled(texts: list[tuple[list[int], list[int]]]) -> SuffixIndex:
     index = SuffixIndex(2**20)
     for prompt, response in texts:
-        index.add(key_of(prompt), response)
+        learn(index, prompt, response)
     return index
 
 
@@ -158,11 +164,60 @@ def test_old_texts_are_forgotten_first_and_the_bound_holds() -> None:
     index, generator = SuffixIndex(bound), np.random.default_rng(1)
     texts = [generator.integers(0, 30, 100).tolist() for _ in range(200)]
     for number, text in enumerate(texts):
-        index.add(key_of([number]), text)
+        learn(index, [number], text)
         assert index.num_bytes <= bound
         assert draft_of(index, [number], text[:20], 5, False).lists() == [text[20:25]]
     assert key_of([199]) in index._scopes and key_of([0]) not in index._scopes
     assert 1_000 <= index.num_tokens <= 4_000
+
+
+def test_what_is_left_after_forgetting_is_an_index_of_the_newest_texts() -> None:
+    index = SuffixIndex(1_000 * BYTES_PER_TOKEN)
+    texts = history(63, seed=5)  # of 16 tokens with their separators: the last one makes room
+    for prompt, response in texts[:-1]:
+        learn(index, prompt, response)
+    index.add(key_of(texts[-1][0]), texts[-1][1])
+    held = index.num_tokens // 15
+    assert held == 31, "half of the room"
+    while index.advance():
+        pass
+    newest = filled(texts[-held:])
+    for prompt, response in texts[:9]:
+        found, expected = (draft_of(i, prompt, response[:8], 1, True) for i in (index, newest))
+        assert found.distribution(0, 0) == pytest.approx(expected.distribution(0, 0))
+
+
+@pytest.mark.parametrize("room", [1_000, 10_000])
+def test_pieces_of_work_do_not_grow_with_the_index(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Whatever the pieces, the index is the same in the end, and it drafts between them."""
+    texts = [(prompt, response * 8) for prompt, response in history(60, seed=6)]
+    plain, index = SuffixIndex(room * BYTES_PER_TOKEN), SuffixIndex(room * BYTES_PER_TOKEN)
+    for prompt, response in texts:
+        learn(plain, prompt, response)
+    for name, size in (("PIECE", 32), ("BLOCK", 16)):
+        monkeypatch.setattr(f"drafters.suffix.index.{name}", size)
+    sizes = []
+    for prompt, response in texts:
+        index.add(key_of(prompt), response)
+        for size in index._work:
+            if size is None:
+                break
+            sizes.append(size)
+            assert draft_of(index, [9], [4, 5, 4], 2, False).nums[0], "its own text is drafted from all the time"
+    assert max(sizes) <= 16 * 5 and len(sizes) > 1_000
+    for prompt, response in texts[:5]:
+        found, expected = (draft_of(i, prompt, response[:9], 3, False) for i in (index, plain))
+        assert found.lists() == expected.lists()
+        assert [found.distribution(0, j) for j in range(3)] == [expected.distribution(0, j) for j in range(3)]
+
+
+def test_texts_that_are_forgotten_before_they_are_learnt_are_never_learnt() -> None:
+    index = SuffixIndex(100 * BYTES_PER_TOKEN)
+    for number in range(20):
+        index.add(key_of([number]), [number] * 9)
+    while index.advance():
+        pass
+    assert index.num_tokens == 9 * (len(index._scopes) - 1) <= 90 and key_of([19]) in index._scopes
 
 
 def test_an_index_goes_on_forgetting_after_it_was_loaded(tmp_path: Path) -> None:
@@ -170,12 +225,12 @@ def test_an_index_goes_on_forgetting_after_it_was_loaded(tmp_path: Path) -> None
     texts = [generator.integers(0, 30, 100).tolist() for _ in range(60)]
     index, again = (SuffixIndex(2_000 * BYTES_PER_TOKEN) for _ in range(2))
     for number, text in enumerate(texts[:20]):
-        index.add(key_of([number]), text)
+        learn(index, [number], text)
     index.save(tmp_path / "index.safetensors")
     again.load(tmp_path / "index.safetensors")
     for number, text in enumerate(texts[20:], 20):
         for other in (index, again):
-            other.add(key_of([number]), text)
+            learn(other, [number], text)
             assert key_of([number]) in other._scopes and other.num_bytes <= 2_000 * BYTES_PER_TOKEN
     assert key_of([0]) not in again._scopes and again.num_tokens >= 500
 
@@ -196,8 +251,8 @@ def test_a_saved_index_drafts_on_as_the_first_would(tmp_path: Path) -> None:
 def test_a_file_that_does_not_fit_leaves_an_index_as_it_was(tmp_path: Path) -> None:
     filled(history()).save(tmp_path / "index.safetensors")
     save_file({"texts": np.zeros(3, np.int32)}, tmp_path / "other.safetensors")
-    small = SuffixIndex(2**8)
-    small.add(key_of([9]), [4, 5, 6])
+    small = SuffixIndex(2**9)
+    learn(small, [9], [4, 5, 6])
     for name, message in (
         ("index", "raise max_bytes"),
         ("other", "is no index of this version: it lacks keys, lengths"),
@@ -207,7 +262,9 @@ def test_a_file_that_does_not_fit_leaves_an_index_as_it_was(tmp_path: Path) -> N
     assert draft_of(small, [9], [4], 2, False).lists() == [[5, 6]]
 
 
-def test_an_index_without_room_for_a_text_is_refused() -> None:
+def test_an_index_without_room_for_a_text_or_with_too_much_is_refused() -> None:
     with pytest.raises(ValueError, match="allow at least"):
         SuffixIndex(4 * BYTES_PER_TOKEN - 1)
-    SuffixIndex(4 * BYTES_PER_TOKEN).add(key_of([9]), [4, 5, 6])
+    with pytest.raises(ValueError, match=f"positions above 2.31; allow at most {MOST_BYTES}"):
+        SuffixIndex(MOST_BYTES + 1)
+    learn(SuffixIndex(4 * BYTES_PER_TOKEN), [9], [4, 5, 6])
