@@ -193,7 +193,7 @@ class Producer:
         reference = self._engines.begin_generate(engine, requests, self._taps)
         numbers = [group.number for group in groups]
         self._reactor.add(
-            reference, partial(self._finished, engine, numbers), partial(self._engine_died, engine, numbers)
+            reference, partial(self._finished, engine, numbers, reference), partial(self._engine_died, engine, numbers)
         )
 
     def _requests(self, group: Group) -> list[RolloutRequest]:
@@ -220,11 +220,11 @@ class Producer:
         others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
         return random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
 
-    def _finished(self, engine: int, numbers: list[int], batch: RolloutBatch) -> None:
+    def _finished(self, engine: int, numbers: list[int], reference: Any, batch: RolloutBatch) -> None:
         samples = self._config.rollout.samples_per_prompt
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt * len(numbers)
         self.windows.add(engine, batch)
-        self._engines.share_history(engine, batch.rollouts)
+        self._engines.share_history(engine, reference)
         for place, number in enumerate(numbers):
             result = self._results[number]
             result.rollouts = batch.rollouts[place * samples : (place + 1) * samples]

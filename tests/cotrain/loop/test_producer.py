@@ -32,8 +32,9 @@ class Engines:
         self.in_dispatch = [0]
         self.shared: list[tuple[int, int]] = []
 
-    def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
-        self.shared.append((engine, len(rollouts)))
+    def share_history(self, engine: int, generated: Reference) -> None:
+        assert generated.engine == engine
+        self.shared.append((engine, len(generated.what[1])))
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool) -> Reference:
         self.calls.append((engine, [request.prompt_id for request in requests[::SAMPLES]]))
