@@ -87,7 +87,6 @@ def knowledge(epochs: list[list[Any]]) -> dict[str, Known]:
 
 def cells(rollouts: list[Any], known: Known, samples: int) -> list[str]:
     from drafters.suffix.index import SuffixIndex
-    from drafters.suffix.requests import key_of
 
     shares: dict[bool, list[list[np.ndarray]]] = {True: [], False: []}
     for start in range(0, len(rollouts), samples):
@@ -96,7 +95,7 @@ def cells(rollouts: list[Any], known: Known, samples: int) -> list[str]:
         for rollout in group:
             index = SuffixIndex(ROOM // 64)
             for other in known(rollout, [r for r in group if r is not rollout]):
-                index.add(key_of(other.prompt_token_ids), other.token_ids)
+                learn(index, other.prompt_token_ids, other.token_ids)
             for draws in found:
                 found[draws].append(acceptances(index, rollout, draws))
         for draws in found:
@@ -127,6 +126,15 @@ def acceptances(index: Any, rollout: Any, draws: bool, most: int | None = None) 
         else:
             found.append(float(draft.lists() == [[token]]))
     return np.array(found)
+
+
+def learn(index: Any, prompt: Any, response: Sequence[int]) -> None:
+    """Add a finished rollout, and learn it to the end."""
+    from drafters.suffix.requests import key_of
+
+    index.add(key_of(prompt), response)
+    while index.advance():
+        pass
 
 
 class OneRequest:
@@ -172,13 +180,12 @@ def length(group: list[np.ndarray], k: int) -> float:
 
 def cost(epochs: list[list[Any]]) -> str:
     from drafters.suffix.index import SuffixIndex
-    from drafters.suffix.requests import key_of
 
     index, k = SuffixIndex(ROOM), 4
     num_tokens = sum(len(r.token_ids) for r in epochs[0])
     started = time.perf_counter()
     for rollout in epochs[0]:
-        index.add(key_of(rollout.prompt_token_ids), rollout.token_ids)
+        learn(index, rollout.prompt_token_ids, rollout.token_ids)
     insert = (time.perf_counter() - started) / num_tokens
     drafts = seconds = tokens = 0.0
     for rollout in epochs[1]:
@@ -200,7 +207,6 @@ def cost(epochs: list[list[Any]]) -> str:
 
 def print_costs_by_size(sizes: list[int]) -> None:
     from drafters.suffix.index import SuffixIndex
-    from drafters.suffix.requests import key_of
 
     rng, k, length = np.random.default_rng(0), 4, 4096
     successors = rng.integers(0, 20_000, (20_000, 3)).astype(np.int32)
@@ -213,14 +219,14 @@ def print_costs_by_size(sizes: list[int]) -> None:
         return tokens
 
     index, prompts, texts = SuffixIndex(2**30), [chain(64) for _ in range(128)], [chain(length) for _ in range(128)]
-    index.add(key_of(prompts[0]), texts[0].tolist())  # compiles
+    learn(index, prompts[0], texts[0].tolist())  # compiles
     print("| tokens | adding one, us | bytes a token | a draft at k = 4, us |\n|--:|--:|--:|--:|")
     for size in sizes:
         before, started = index.num_tokens, time.process_time()
         while index.num_tokens < size:
             number = int(rng.integers(128))
             text = np.roll(texts[number], int(rng.integers(length)))
-            index.add(key_of(prompts[number]), text.tolist())
+            learn(index, prompts[number], text.tolist())
         added = (time.process_time() - started) / (index.num_tokens - before)
         drafts = []
         for _ in range(61):
