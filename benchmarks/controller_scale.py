@@ -97,7 +97,7 @@ class Engines:
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool, together: Any) -> Reference:
         return Reference(requests)
 
-    def share_history(self, engine: int, rollouts: list[Rollout]) -> None: ...
+    def share_history(self, engine: int, generated: Any) -> None: ...
 
     def take_windows(self) -> dict[int, Window]:
         return {}

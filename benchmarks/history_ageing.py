@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.suffix_index import acceptances
-from drafters.suffix.index import SuffixIndex, key_of
+from benchmarks.suffix_index import acceptances, learn
+from drafters.suffix.index import SuffixIndex
 
 TOKENS, PROMPTS, SAMPLES, LENGTH, STEPS, JUDGED = 64, 24, 8, 64, 16, 8
 PLACES = 12
@@ -73,7 +73,7 @@ def acceptance(steps: list[list[list[Any]]], newest: int | None) -> Array:
         index = SuffixIndex(2**26)
         for known in steps[0 if newest is None else version - newest : version]:
             for rollout in (rollout for group in known for rollout in group):
-                index.add(key_of(rollout.prompt_token_ids), rollout.token_ids)
+                learn(index, rollout.prompt_token_ids, rollout.token_ids)
         for prompt, group in enumerate(steps[version]):
             found[row, prompt] = np.mean([acceptances(index, rollout, True, PLACES).mean() for rollout in group])
     return found.mean(0)

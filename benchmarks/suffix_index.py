@@ -14,7 +14,7 @@ Prints Markdown tables; microseconds are of one core, after compilation. With --
 import argparse
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def knowledge(epochs: list[list[Any]]) -> dict[str, Known]:
 
 
 def cells(rollouts: list[Any], known: Known, samples: int) -> list[str]:
-    from drafters.suffix.index import SuffixIndex, key_of
+    from drafters.suffix.index import SuffixIndex
 
     shares: dict[bool, list[list[np.ndarray]]] = {True: [], False: []}
     for start in range(0, len(rollouts), samples):
@@ -95,7 +95,7 @@ def cells(rollouts: list[Any], known: Known, samples: int) -> list[str]:
         for rollout in group:
             index = SuffixIndex(ROOM // 64)
             for other in known(rollout, [r for r in group if r is not rollout]):
-                index.add(key_of(other.prompt_token_ids), other.token_ids)
+                learn(index, other.prompt_token_ids, other.token_ids)
             for draws in found:
                 found[draws].append(acceptances(index, rollout, draws))
         for draws in found:
@@ -117,26 +117,45 @@ def acceptances(index: Any, rollout: Any, draws: bool, most: int | None = None) 
 
     most: tokens to take at most, evenly spread; None takes all.
     """
-    from drafters.suffix.index import key_of
-
-    start, key = len(rollout.prompt_token_ids), key_of(rollout.prompt_token_ids)
-    text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
-    number, found = len(rollout.token_ids), []
+    number, found, one = len(rollout.token_ids), [], OneRequest(rollout.prompt_token_ids, rollout.token_ids, 1)
     for i in range(1, number, 1 if most is None else max(1, -(-number // most))):
-        token, draft = rollout.token_ids[i], index.draft(key, text[: start + i], start, 1, draws)
+        token, draft = rollout.token_ids[i], one.draft(index, i, draws)
         if draws:
-            found.append(min(1.0, probability_of(token, draft) / np.exp(rollout.log_probs[i])))
+            known = draft.distribution(0, 0).get(token, 0.0) if draft.nums[0] else 0.0
+            found.append(min(1.0, known / np.exp(rollout.log_probs[i])))
         else:
-            found.append(float(len(draft.tokens) and draft.tokens[0] == token))
+            found.append(float(draft.lists() == [[token]]))
     return np.array(found)
 
 
-def probability_of(token: int, draft: Any) -> float:
-    """The probability of a token in the distribution that the first token of a draft was drawn from."""
-    if not len(draft.tokens):
-        return 0.0
-    known = draft.supports[0, : draft.sizes[0]] == token
-    return float(draft.distribution(0)[1][known].sum())
+def learn(index: Any, prompt: Any, response: Sequence[int]) -> None:
+    """Add a finished rollout, and learn it to the end."""
+    from drafters.suffix.requests import key_of
+
+    index.add(key_of(prompt), response)
+    while index.advance():
+        pass
+
+
+class OneRequest:
+    """A request that is drafted for again and again as its response grows."""
+
+    def __init__(self, prompt: Sequence[int], response: Sequence[int], k: int):
+        from drafters.suffix.requests import RequestTexts
+
+        self._text, self._prompt_length, self._k = (
+            np.array([[*prompt, *response]], np.int32),
+            np.array([len(prompt)]),
+            k,
+        )
+        self._requests, self._nothing = RequestTexts(1, self._text.size + k), np.empty((1, 0), np.int32)
+
+    def draft(self, index: Any, length: int, draws: bool) -> Any:
+        """Return drafts for the one request, whose response has this length; no shorter one than before."""
+        rows = self._requests.follow(
+            ["r"], self._text, self._prompt_length + length, self._prompt_length, self._nothing
+        )
+        return index.draft(self._requests, rows, self._k, np.array([draws]))
 
 
 def length(group: list[np.ndarray], k: int) -> float:
@@ -160,22 +179,20 @@ def length(group: list[np.ndarray], k: int) -> float:
 
 
 def cost(epochs: list[list[Any]]) -> str:
-    from drafters.suffix.index import SuffixIndex, key_of
+    from drafters.suffix.index import SuffixIndex
 
     index, k = SuffixIndex(ROOM), 4
     num_tokens = sum(len(r.token_ids) for r in epochs[0])
     started = time.perf_counter()
     for rollout in epochs[0]:
-        index.add(key_of(rollout.prompt_token_ids), rollout.token_ids)
+        learn(index, rollout.prompt_token_ids, rollout.token_ids)
     insert = (time.perf_counter() - started) / num_tokens
     drafts = seconds = tokens = 0.0
     for rollout in epochs[1]:
-        key, start = key_of(rollout.prompt_token_ids), len(rollout.prompt_token_ids)
-        text = np.array([*rollout.prompt_token_ids, *rollout.token_ids], np.int32)
-        place = start + 1
+        text, one, place = np.array(rollout.token_ids), OneRequest(rollout.prompt_token_ids, rollout.token_ids, k), 1
         while place < len(text):
             began = time.perf_counter()
-            draft = index.draft(key, text[:place], start, k, True).tokens
+            draft = np.array(one.draft(index, place, True).lists()[0])
             seconds += time.perf_counter() - began
             drafts += 1
             matching = draft == text[place : place + len(draft)][: len(draft)] if place + k < len(text) else []
@@ -189,7 +206,7 @@ def cost(epochs: list[list[Any]]) -> str:
 
 
 def print_costs_by_size(sizes: list[int]) -> None:
-    from drafters.suffix.index import SuffixIndex, key_of
+    from drafters.suffix.index import SuffixIndex
 
     rng, k, length = np.random.default_rng(0), 4, 4096
     successors = rng.integers(0, 20_000, (20_000, 3)).astype(np.int32)
@@ -202,21 +219,22 @@ def print_costs_by_size(sizes: list[int]) -> None:
         return tokens
 
     index, prompts, texts = SuffixIndex(2**30), [chain(64) for _ in range(128)], [chain(length) for _ in range(128)]
-    index.add(key_of(prompts[0]), texts[0].tolist())  # compiles
+    learn(index, prompts[0], texts[0].tolist())  # compiles
     print("| tokens | adding one, us | bytes a token | a draft at k = 4, us |\n|--:|--:|--:|--:|")
     for size in sizes:
         before, started = index.num_tokens, time.process_time()
         while index.num_tokens < size:
             number = int(rng.integers(128))
             text = np.roll(texts[number], int(rng.integers(length)))
-            index.add(key_of(prompts[number]), text.tolist())
+            learn(index, prompts[number], text.tolist())
         added = (time.process_time() - started) / (index.num_tokens - before)
         drafts = []
         for _ in range(61):
             number = int(rng.integers(128))
-            text = np.concatenate([prompts[number], texts[number][:1000]])
+            one = OneRequest(prompts[number].tolist(), texts[number][:1000].tolist(), k)
+            one.draft(index, 999, False)
             began = time.process_time()
-            index.draft(key_of(prompts[number]), text, 64, k, True)
+            one.draft(index, 1000, True)
             drafts.append(time.process_time() - began)
         per_token = index.num_bytes / index.num_tokens
         print(f"| {index.num_tokens:,} | {1e6 * added:.2f} | {per_token:.0f} | {1e6 * np.median(drafts[1:]):.0f} |")

@@ -1,4 +1,4 @@
-"""The one client of all rollout engines. All calls but `start` and `begin_generate` wait."""
+"""The one client of all rollout engines. All calls but `start`, `begin_generate` and `share_history` wait."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,6 +42,7 @@ class RolloutEngines(Replicas):
         """See Replicas."""
         super().__init__(cluster, nodes, config, current, watch)
         self._returning: list[int] = []  # restarted engines that wait for the learner's next update
+        self._sharing: list[tuple[int, Reply[None]]] = []  # calls of `share_history` that may not have ended
         self._settings: dict[Callable[..., Any], Callable[[int], Any]] = {}  # the last calls of `_set`, for one engine
 
     def receive_from(self, learner: Policy) -> None:
@@ -77,6 +78,7 @@ class RolloutEngines(Replicas):
                 if call(engine, RolloutEngine.served_digests, names, draft) != payload.digests:
                     raise RunFailure(f"rollout_{engine} was started again and does not serve what the others do")
         if self._config.rollout.history is not None:
+            self._end_sharing()
             path = f"{specs[other].scratch}/{HISTORY}"
             call(other, RolloutEngine.on_workers, EngineWorker.save_history, path)
             call(engine, RolloutEngine.on_workers, EngineWorker.load_history, self._nodes.bring(path, node))
@@ -109,15 +111,29 @@ class RolloutEngines(Replicas):
 
     # -- history -----------------------------------------------------------------------------------------------------
 
-    def share_history(self, engine: int, rollouts: Sequence[Rollout]) -> None:
-        """Let all other engines draft from what this one has generated, if they draft from history."""
+    def share_history(self, engine: int, generated: Any) -> None:
+        """Let all other engines draft from what this one has generated, if they draft from history.
+
+        generated: the reference that `begin_generate` returned. The rollouts go from one engine to the others, and not through
+        this process.
+        """
         if self._config.rollout.history is not None:
             others = [other for other in self.in_dispatch if other != engine]
-            add = RolloutEngine.add_history
-            self.results({other: self.begin(other, add, rollouts) for other in others})
+            self._sharing += [(other, self.begin(other, RolloutEngine.learn_from, generated)) for other in others]
+
+    def _end_sharing(self) -> None:
+        sharing, self._sharing = self._sharing, []
+        for engine, reply in sharing:
+            self.results({engine: reply})
+
+    def lose(self, engine: int, failure: RunFailure) -> None:
+        """See Replicas.lose. What was shared with the engine is not waited for."""
+        self._sharing = [(other, reply) for other, reply in self._sharing if other != engine]
+        super().lose(engine, failure)
 
     def save_history(self, path: Path) -> None:
         """Write the history of one engine; all have the same one, apart from the order of the rollouts."""
+        self._end_sharing()
         first, save = self.in_dispatch[0], EngineWorker.save_history
         self.results({first: self.begin(first, RolloutEngine.on_workers, save, str(path))})
 
@@ -127,6 +143,7 @@ class RolloutEngines(Replicas):
 
     def proposer_metrics(self) -> dict[str, float]:
         """Return drafts, draft tokens and accepted tokens by proposer since the last call, and the size of the history."""
+        self._end_sharing()
         counts: Counter[str] = Counter()
         reports = [*self.call_all(RolloutEngine.on_workers, EngineWorker.take_history_report).values()]
         for report in reports:

@@ -93,7 +93,7 @@ class HistoryConfig(Section):
     Each request drafts in each step from the one with the higher measured acceptance. Without this section there is no index."""
 
     max_bytes: PositiveInt = 2**28
-    """Most bytes of the index in each engine, at 24 to about 90 a token. When it is full, the oldest half is forgotten."""
+    """Most bytes of the index in each engine, 36 for each token. When it is full, the oldest half is forgotten."""
 
 
 class SpeculationConfig(Section):

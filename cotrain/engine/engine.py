@@ -309,10 +309,14 @@ class RolloutEngine(UpdatableEngine):
     # -- history and switches ----------------------------------------------------------------------------------------
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
-        """Add finished rollouts, of this engine or of others, to the history that this engine drafts from, if it has one."""
+        """Add finished rollouts to the history that this engine drafts from, if it has one."""
         if self.spec.rollout.history is not None:
             rows = [(r.prompt_token_ids, r.token_ids) for r in rollouts]
             await self.on_workers(EngineWorker.add_history, rows)
+
+    async def learn_from(self, batch: RolloutBatch) -> None:
+        """Add the rollouts of another engine's call to the history that this engine drafts from."""
+        await self.add_history(batch.rollouts)
 
     async def set_draft_sample_method(self, method: str) -> None:
         """Draft with this method, greedy or probabilistic, from the next step on."""

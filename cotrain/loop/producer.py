@@ -191,7 +191,7 @@ class Producer:
         self.ledger.move(group.number, "dispatched")
         self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
         reference = self._roles.engines.begin_generate(engine, requests, self._taps, together)
-        finished = partial(self._finished, engine, group.number, together[0])
+        finished = partial(self._finished, engine, group.number, together[0], reference)
         self._roles.reactor.add(reference, finished, partial(self._engine_died, engine, group.number))
 
     def _requests(self, group: Group) -> list[RolloutRequest]:
@@ -218,13 +218,10 @@ class Producer:
         others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
         return random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
 
-    def _finished(self, engine: int, number: int, place: int, batch: RolloutBatch) -> None:
+    def _finished(self, engine: int, number: int, place: int, reference: Any, batch: RolloutBatch) -> None:
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt
         self.windows.add(engine, batch, place)
-        if self._config.stream.max_policy_lag:
-            self._roles.engines.share_history(engine, batch.rollouts)
-        elif not self._outstanding[engine]:  # all at once, since every engine waits for it
-            self._roles.engines.share_history(engine, self.windows.rollouts(engine))
+        self._roles.engines.share_history(engine, reference)
         result = self._results[number]
         result.rollouts = batch.rollouts
         self.ledger.move(number, "finished")

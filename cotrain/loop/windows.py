@@ -44,15 +44,6 @@ class Windows:
         """
         self._batches.append(((engine, place), batch))
 
-    def rollouts(self, engine: int) -> list[Rollout]:
-        """Return what an engine has generated since the last window."""
-        return [
-            rollout
-            for (of, _), batch in sorted(self._batches, key=_place)
-            if of == engine
-            for rollout in batch.rollouts
-        ]
-
     def waited(self, seconds: float) -> None:
         """Count seconds in which the learner waited for rollouts."""
         self._waited += seconds

@@ -2,10 +2,12 @@
 
 A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, compared
 from the last token backwards. So all positions that follow a given context are neighbours, found by one binary search per token.
+Segments are passed as rows of addresses and sizes, because there are many and they change.
 """
 
 import numba
 import numpy as np
+from numba import types
 
 SEPARATOR = -1
 DEPTH = 32
@@ -28,48 +30,108 @@ OWN_WEIGHT = 2.0
 LEAST_SHARE = 1 / 64
 """Share of the distribution below which shorter contexts are left out."""
 
+EVERY_PROMPT_WEIGHT = 0.05
+"""Weight of a place in a text of any prompt: style repeats across problems, content less so."""
+
 WIDTH = 256
 """Most tokens to which a distribution gives probability."""
+
+BUCKETS = 4096
+"""Number of linked lists of a request's own places; a power of two."""
 
 _compiled = numba.njit(cache=True, nogil=True)
 
 
+@numba.extending.intrinsic
+def _pointer(_, address):
+    """Return an address (int64) as a pointer to int32."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int32)(types.int64), generate
+
+
 @_compiled
-def _before(text, i, j):
-    """Return whether the context of position i is sorted before that of j."""
+def _arrays(segment):
+    """Return the text, order and following tokens of a row of addresses and sizes: see index.Segment.row."""
+    text, order, following, size, num_positions = segment
+    of_position = numba.carray(_pointer(order), num_positions), numba.carray(_pointer(following), num_positions)
+    return numba.carray(_pointer(text), size), *of_position
+
+
+@_compiled
+def _before(first, i, second, j):
+    """Return whether the context of position i of the first text is sorted before that of j of the second, or is the same."""
     for m in range(1, DEPTH + 1):
-        a, b = text[i - m], text[j - m]
+        a, b = first[i - m], second[j - m]
         if a != b:
             return a < b
         if a == SEPARATOR:
             break
-    return i < j
+    return True
 
 
 @_compiled
-def merge(text, order, middle, scratch):
-    """Merge order[:middle] and order[middle:], each sorted by context, in place. scratch must be as long as order."""
-    i, j, n = 0, middle, len(order)
-    for out in range(n):
-        if j == n or (i < middle and _before(text, order[i], order[j])):
-            scratch[out] = order[i]
-            i += 1
-        else:
-            scratch[out] = order[j]
-            j += 1
-    order[:] = scratch[:n]
-
-
-@_compiled
-def sort_by_context(text):
-    """Return the positions of all tokens but separators in texts [n], each after a SEPARATOR, sorted by context: int32."""
-    order = np.flatnonzero(text != SEPARATOR).astype(np.int32)
+def sort(text, order):
+    """Sort ascending positions of a text by context, in place."""
     scratch, width = np.empty_like(order), 1
     while width < len(order):
-        for start in range(0, len(order) - width, 2 * width):
-            merge(text, order[start : start + 2 * width], width, scratch)
+        for start in range(0, len(order), 2 * width):
+            middle, end = min(start + width, len(order)), min(start + 2 * width, len(order))
+            i, j = start, middle
+            for out in range(start, end):
+                if j == end or (i < middle and _before(text, order[i], text, order[j])):
+                    scratch[out] = order[i]
+                    i += 1
+                else:
+                    scratch[out] = order[j]
+                    j += 1
+        order[:] = scratch
         width *= 2
-    return order
+
+
+@_compiled
+def merge(first, second, shift, merged, reached, most):
+    """Merge two runs by context, at most `most` positions from where it stopped before.
+
+    first, second: (text, order, following tokens) each. merged: (order, following tokens), to be filled. shift: added to the
+    positions of the second. reached [2]: how many positions of each were merged; it is brought up to date.
+    """
+    (first_text, first_order, first_following), (second_text, second_order, second_following) = first, second
+    order, following = merged
+    i, j = reached
+    for out in range(i + j, min(len(order), i + j + most)):
+        if j == len(second_order) or (
+            i < len(first_order) and _before(first_text, first_order[i], second_text, second_order[j])
+        ):
+            order[out], following[out] = first_order[i], first_following[i]
+            i += 1
+        else:
+            order[out], following[out] = second_order[j] + shift, second_following[j]
+            j += 1
+    reached[0], reached[1] = i, j
+
+
+@_compiled
+def leave_out(cut, order, following, rest, reached, most):
+    """Copy the positions from `cut` on, moved to 0, of the next `most` of a run by context.
+
+    rest: (order, following tokens), to be filled. reached [2]: how many positions were read and written; it is brought up to date.
+    """
+    rest_order, rest_following = rest
+    i, out = reached
+    for place in range(i, min(len(order), i + most)):
+        if order[place] >= cut:
+            rest_order[out], rest_following[out] = order[place] - cut, following[place]
+            out += 1
+    reached[0], reached[1] = min(len(order), i + most), out
+
+
+@_compiled
+def copy(source, target):
+    """Copy an array; other threads go on meanwhile."""
+    target[:] = source
 
 
 @_compiled
@@ -85,89 +147,150 @@ def _bound(text, order, low, high, back, token):
 
 
 @_compiled
-def _places(text, order, context, response_start, lows, highs):
-    """Find, for each level, the range of places whose context ends like this one. Returns the length of the longest match."""
-    low, high, level, length = 0, len(order), 0, len(context)
-    for m in range(1, min(DEPTH, length - response_start + 1) + 1):
-        token = context[length - m] if length - m >= response_start else np.int32(SEPARATOR)
-        low = _bound(text, order, low, high, m, token)
-        high = _bound(text, order, low, high, m, token + 1)
-        if low == high:
-            return m - 1
-        if LEVELS[level] == m:
-            lows[level], highs[level] = low, high
-            level += 1
-    return min(DEPTH, length - response_start + 1)
+def _end(text, order, low, high, back, token):
+    """Return the end of the run that begins at order[low] and has this token `back` positions earlier, at most `high`."""
+    step = 1
+    while low + step < high and text[order[low + step] - back] == token:
+        low += step
+        step *= 2
+    return _bound(text, order, low + 1, min(high, low + step), back, token + 1)
 
 
 @_compiled
-def _own_places(context, places, matched):
+def _places(text, order, own_text, length, response_start, lows, highs):
+    """Find, for each level, the range of places whose context ends like this one. Returns the length of the longest match."""
+    low, high, level, longest = 0, len(order), 0, min(DEPTH, length - response_start + 1)
+    for m in range(1, longest + 1):
+        token = own_text[length - m] if length - m >= response_start else np.int32(SEPARATOR)
+        low = _bound(text, order, low, high, m, token)
+        if low == high or text[order[low] - m] != token:
+            return m - 1
+        high = _end(text, order, low, high, m, token)
+        if LEVELS[level] == m:
+            lows[level], highs[level] = low, high
+            level += 1
+    return longest
+
+
+@_compiled
+def follow(texts, links, heads, lengths, rows, batch_texts, batch_lengths, new):
+    """Bring rows of RequestTexts up to the end of a step: see RequestTexts.follow."""
+    for i, row in enumerate(rows):
+        known, text = lengths[row], texts[row]
+        length = max(known, batch_lengths[i])
+        text[known:length] = batch_texts[i, known:length]
+        for token in new[i]:
+            if token >= 0:
+                text[length] = token
+                length += 1
+        _link(text, links[row], heads[row], known, length)
+        lengths[row] = length
+
+
+@_compiled
+def _link(text, links, heads, known, length):
+    """Link places up to `length`, excluded, where those up to `known` are linked. A place is linked by the token before it."""
+    for place in range(max(known, 1), length):
+        bucket = text[place - 1] & (BUCKETS - 1)
+        links[place], heads[bucket] = heads[bucket], place
+
+
+@_compiled
+def _unlink(text, links, heads, known, length):
+    """Undo _link."""
+    for place in range(length - 1, known - 1, -1):
+        heads[text[place - 1] & (BUCKETS - 1)] = links[place]
+
+
+@_compiled
+def _own_places(text, length, links, heads, places, matched):
     """Find earlier places of a request's own text that follow its last token, the latest first. Returns their number."""
-    length, n = len(context), 0
-    for place in range(length - 1, 0, -1):
-        if context[place - 1] == context[length - 1]:
+    n, last = 0, length - 1
+    place = heads[text[last] & (BUCKETS - 1)]
+    while place > 0:
+        if text[place - 1] == text[last]:
             m = 1
-            while m < DEPTH and place - 1 - m >= 0 and context[place - 1 - m] == context[length - 1 - m]:
+            while m < DEPTH and place - 1 - m >= 0 and text[place - 1 - m] == text[last - m]:
                 m += 1
             places[n], matched[n] = place, m
             n += 1
             if n == MOST_PLACES:
                 break
+        place = links[place]
     return n
 
 
 @_compiled
-def _count(tokens, mass, slots, n, token, weight):
-    """Add weight to a token's mass, found in a hash table of 2 WIDTH slots. Returns the number of tokens."""
+def _slot(tokens, mass, slots, n, token):
+    """Return a token's place in `tokens`, found in a hash table of 2 WIDTH slots, and the number of tokens.
+
+    A new token is put last, with no mass; the place is -1 if there is no room.
+    """
     slot = (token * 40503) & (2 * WIDTH - 1)
     while slots[slot] >= 0:
         if tokens[slots[slot]] == token:
-            mass[slots[slot]] += weight
-            return n
+            return slots[slot], n
         slot = (slot + 1) & (2 * WIDTH - 1)
-    if n < WIDTH:
-        slots[slot], tokens[n], mass[n] = n, token, weight
-        n += 1
+    if n == WIDTH:
+        return np.int32(-1), n
+    slots[slot], tokens[n], mass[n] = n, token, 0.0
+    return slots[slot], n + 1
+
+
+@_compiled
+def _count(tokens, mass, slots, n, following, weight):
+    """Add weight to the mass of each of these tokens. Returns the number of tokens.
+
+    Neighbours are mostly the same token, whose mass is summed in a register.
+    """
+    last, at, total = np.int32(-1), np.int32(-1), 0.0
+    for token in following:
+        if token != last:
+            if at >= 0:
+                mass[at] = total
+            last = token
+            at, n = _slot(tokens, mass, slots, n, token)
+            total = mass[at] if at >= 0 else 0.0
+        total += weight
+    if at >= 0:
+        mass[at] = total
     return n
 
 
 @_compiled
-def next_distribution(texts, orders, segments, scope_weights, context, response_start, tokens, probabilities):
+def _next_distribution(segments, num_own, text, length, response_start, links, heads, tokens, probabilities, work):
     """Compute the distribution of the token after a context.
 
-    texts, orders: int32 arrays of the whole index. segments int64 [S, 3]: start, size and number of positions of each
-    segment to look at; scope_weights [S]: their weights. context: prompt and response [n]. The index holds only responses, so
-    only the response (from response_start on) is looked up in it; the whole context is looked up in itself. Fills tokens and
-    probabilities [WIDTH]; returns their number and the longest match's length.
+    segments int64 [S, 5]: the segments to look at, of which num_own hold texts of the same prompt, and the others those of all
+    prompts. text[:length]: prompt and response. The index holds only responses, so only the response (from response_start on) is
+    looked up in it; the whole text is looked up in itself. Fills tokens and probabilities [WIDTH]; returns their number and the
+    longest match's length.
     """
-    num_segments, num_levels = len(segments), len(LEVELS)
-    lows, highs = np.zeros((num_segments, num_levels), np.int32), np.zeros((num_segments, num_levels), np.int32)
+    lows, highs, own, own_matched, slots, mass = work
     longest = 0
-    for s in range(num_segments):
-        start, size, count = segments[s]
-        text, order = texts[start : start + size], orders[start : start + count]
-        longest = max(longest, _places(text, order, context, response_start, lows[s], highs[s]))
-    own, own_matched = np.empty(MOST_PLACES, np.int32), np.empty(MOST_PLACES, np.int32)
-    num_own = _own_places(context, own, own_matched)
-    for i in range(num_own):
+    for s in range(len(segments)):
+        lows[s], highs[s] = 0, 0
+        found, order, _ = _arrays(segments[s])
+        longest = max(longest, _places(found, order, text, length, response_start, lows[s], highs[s]))
+    num_places = _own_places(text, length, links, heads, own, own_matched)
+    for i in range(num_places):
         longest = max(longest, own_matched[i])
-    slots, mass = np.full(2 * WIDTH, -1, np.int32), np.zeros(WIDTH)
+    slots[:] = -1
     share, n = 1.0, 0
-    for level in range(num_levels - 1, -1, -1):
+    for level in range(len(LEVELS) - 1, -1, -1):
         if LEVELS[level] > longest:
             continue
         mass[:n] = 0.0
         total, seen = 0.0, n
-        for s in range(num_segments):
-            start = segments[s, 0]
+        for s in range(len(segments)):
             low, high = lows[s, level], highs[s, level]
             stride = max(1, (high - low) // MOST_PLACES)
-            for i in range(low, high, stride):
-                place = start + orders[start + i]
-                n = _count(tokens, mass, slots, n, texts[place], scope_weights[s] * stride)
-        for i in range(num_own):
+            weight = 1.0 if s < num_own else EVERY_PROMPT_WEIGHT
+            _, _, following = _arrays(segments[s])
+            n = _count(tokens, mass, slots, n, following[low:high:stride], weight * stride)
+        for i in range(num_places):
             if own_matched[i] >= LEVELS[level]:
-                n = _count(tokens, mass, slots, n, context[own[i]], OWN_WEIGHT)
+                n = _count(tokens, mass, slots, n, text[own[i] : own[i] + 1], OWN_WEIGHT)
         probabilities[seen:n] = 0.0
         different = 0
         for i in range(n):
@@ -187,34 +310,80 @@ def next_distribution(texts, orders, segments, scope_weights, context, response_
 
 
 @_compiled
-def draft(texts, orders, segments, scope_weights, context, response_start, k, draws, rng):
-    """Propose n <= k tokens after a context: drawn from their distributions if `draws`, otherwise the likeliest.
+def _draw(probabilities, rng):
+    """Return a number drawn from its distribution."""
+    left, chosen, last = rng.random(), 0, len(probabilities) - 1
+    while chosen < last and left >= probabilities[chosen]:
+        left -= probabilities[chosen]
+        chosen += 1
+    while probabilities[chosen] <= 0:  # rounding can lead to the last token, even if its probability is 0
+        chosen -= 1
+    return chosen
 
-    Returns the proposed tokens [n], the tokens and probabilities of their distributions [n, WIDTH], the size of each [n],
-    and the length of the longest match before the first token. n < k where the index knows nothing that follows.
+
+@_compiled
+def draft(requests, rows, response_starts, own, own_ends, every, k, draws, rng):
+    """Propose at most k tokens for each of R requests: drawn from their distributions where `draws`, otherwise the likeliest.
+
+    requests: texts, links, heads and lengths of RequestTexts. rows [R]: the requests, -1 for none. own, every int64 [S, 5]:
+    segments of the requests' prompts, of which request i has those before own_ends[i] and after own_ends[i - 1], and those of all
+    prompts. draws [R]. Returns what index.Drafts holds.
     """
-    length = len(context)
-    text = np.empty(length + k, np.int32)
-    text[:length] = context
-    supports, probabilities, sizes = np.empty((k, WIDTH), np.int32), np.empty((k, WIDTH)), np.empty(k, np.int32)
-    first_match, num = 0, 0
-    for j in range(k):
-        so_far = text[: length + j]
-        n, longest = next_distribution(
-            texts, orders, segments, scope_weights, so_far, response_start, supports[j], probabilities[j]
-        )
-        if j == 0:
-            first_match = longest
-        if n == 0:
-            break
-        chosen = int(probabilities[j, :n].argmax())
-        if draws:
-            left, chosen = rng.random(), 0
-            while chosen < n - 1 and left >= probabilities[j, chosen]:
-                left -= probabilities[j, chosen]
-                chosen += 1
-            while probabilities[j, chosen] <= 0:  # rounding can lead to the last token, even if its probability is 0
-                chosen -= 1
-        text[length + j], sizes[j] = supports[j, chosen], n
-        num += 1
-    return text[length : length + num], supports[:num], probabilities[:num], sizes[:num], first_match
+    texts, links, heads, lengths = requests
+    size, num_every, most = len(rows), len(every), 0
+    for i in range(size):
+        most = max(most, own_ends[i] - (own_ends[i - 1] if i else 0))
+    segments = np.empty((most + num_every, every.shape[1]), np.int64)
+    ranges = np.zeros((2, len(segments), len(LEVELS)), np.int32)
+    own_places = np.empty((2, MOST_PLACES), np.int32)
+    work = ranges[0], ranges[1], own_places[0], own_places[1], np.empty(2 * WIDTH, np.int32), np.zeros(WIDTH)
+    tokens, sizes = np.zeros((size, k), np.int32), np.zeros((size, k), np.int32)
+    supports, probabilities = np.empty((size, k, WIDTH), np.int32), np.empty((size, k, WIDTH))
+    nums, matches = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for i, row in enumerate(rows):
+        if row < 0:
+            continue
+        begin = own_ends[i - 1] if i else 0
+        num_own = own_ends[i] - begin
+        segments[:num_own], segments[num_own : num_own + num_every] = own[begin : own_ends[i]], every
+        text, length = texts[row], lengths[row]
+        for j in range(k):
+            _link(text, links[row], heads[row], length + j - (j > 0), length + j)
+            n, longest = _next_distribution(
+                segments[: num_own + num_every], num_own, text, length + j, response_starts[i], links[row], heads[row],
+                supports[i, j], probabilities[i, j], work,
+            )  # fmt: skip
+            if j == 0:
+                matches[i] = longest
+            if n == 0:
+                break
+            chosen = _draw(probabilities[i, j, :n], rng) if draws[i] else int(probabilities[i, j, :n].argmax())
+            text[length + j] = tokens[i, j] = supports[i, j, chosen]
+            sizes[i, j] = n
+            nums[i] += 1
+        _unlink(text, links[row], heads[row], length, length + min(nums[i], k - 1))
+    return tokens, supports, probabilities, sizes, nums, matches
+
+
+@_compiled
+def spread(tokens, supports, probabilities, sizes, nums, likeliest, longest, vocab_size):
+    """Return the distributions of drafts as flat places in [R, longest, V], and the probabilities there.
+
+    A token that was not drawn has all the probability of its distribution. likeliest [R]: are the tokens of a request such?
+    """
+    total = 0
+    for i in range(len(nums)):
+        for j in range(nums[i]):
+            total += 1 if likeliest[i] else sizes[i, j]
+    places, values, at = np.empty(total, np.int64), np.empty(total, np.float32), 0
+    for i in range(len(nums)):
+        for j in range(nums[i]):
+            start = (i * longest + j) * vocab_size
+            if likeliest[i]:
+                places[at], values[at] = start + tokens[i, j], 1.0
+                at += 1
+                continue
+            for slot in range(sizes[i, j]):
+                places[at], values[at] = start + supports[i, j, slot], probabilities[i, j, slot]
+                at += 1
+    return places, values

@@ -17,7 +17,6 @@ from cotrain.process.failures import TaskFailed
 from cotrain.records import (
     GainReport,
     Prompt,
-    Rollout,
     RolloutBatch,
     RolloutRequest,
     StepTotal,
@@ -40,7 +39,7 @@ class Engines:
         self.seeds: list[int | None] = []
         self.in_dispatch = [0]
 
-    def share_history(self, engine: int, rollouts: list[Rollout]) -> None:
+    def share_history(self, engine: int, generated: Any) -> None:
         pass
 
     def begin_generate(

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.engine.history import HistoryDrafting, Proposal
+from cotrain.engine.history import HistoryDrafting, Proposal, Step
 from cotrain.engine.interface import attach, attached
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.worker import EngineWorker
 from cotrain.engine.worker_extension import CotrainWorker
-from drafters.suffix.index import Draft
+from drafters.suffix.index import Drafts
 
-Fault = Callable[[Draft], Draft]
+Fault = Callable[[Drafts], Drafts]
 
 LENGTHS = "lengths"
 """No fault: history and the drafter, if there is one, draft in turn, and of history the requests draft 0 to k tokens in turn."""
@@ -61,17 +61,18 @@ def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> A
 
 
 def _in_turn(
-    history: HistoryDrafting, steps: Iterator[int], numbers: Iterator[int], plan: Plan, requests: Any, *rest: Any
+    history: HistoryDrafting, steps: Iterator[int], numbers: Iterator[int], plan: Plan, step: Step, *rest: Any
 ) -> Any:
     if history._drafter is not None and next(steps) % 2:
         return None
-    drafts = HistoryDrafting._drafts(history, plan._replace(probes="history"), requests, *rest)
-    for i, (request, draft) in enumerate(zip(requests, drafts or [], strict=False)):
-        if draft is not None:
-            length = next(numbers) % (len(draft.tokens) + 1)
-            drafts[i] = draft.first(length) if length else None
+    drafts = HistoryDrafting._drafts(history, plan._replace(probes="history"), step, *rest)
+    if drafts is None:
+        return None
+    lengths = [next(numbers) % (num + 1) if num else 0 for num in drafts.nums.tolist()]
+    for request, length in zip(step.requests, lengths, strict=True):
+        if length:
             history._proposals[request] = Proposal(0, length, length)
-    return drafts
+    return drafts.first(np.array(lengths))
 
 
 def _rolled(runner: Any, drafter: Callable[..., Any], *args: Any) -> Any:
@@ -81,32 +82,29 @@ def _rolled(runner: Any, drafter: Callable[..., Any], *args: Any) -> Any:
     return drafts
 
 
-def sharpened(draft: Draft) -> Draft:
+def sharpened(drafts: Drafts) -> Drafts:
     """The distribution that is handed over is sharper than the one that was drawn from."""
-    laws = draft.probabilities.copy()
-    for j, size in enumerate(draft.sizes):
-        laws[j, :size] = laws[j, :size] ** 2 / (laws[j, :size] ** 2).sum()
-    return draft._replace(probabilities=laws)
+    laws = drafts.probabilities.copy()
+    for i, num in enumerate(drafts.nums):
+        for law, size in zip(laws[i, :num], drafts.sizes[i, :num], strict=True):
+            law[:size] = law[:size] ** 2 / (law[:size] ** 2).sum()
+    return drafts._replace(probabilities=laws)
 
 
-def anticipates(draft: Draft) -> Draft:
+def anticipates(drafts: Drafts) -> Drafts:
     """A draft ends before a token that has turned out to be an unlikely one."""
-    for j, size in enumerate(draft.sizes):
-        if draft.probabilities[j, :size][draft.supports[j, :size] == draft.tokens[j]].item() < 0.3:
-            return Draft(draft.tokens[:j], draft.supports[:j], draft.probabilities[:j], draft.sizes[:j], draft.match)
-    return draft
+    likely = [
+        [drafts.distribution(i, j)[token] >= 0.3 for j, token in enumerate(tokens)]
+        for i, tokens in enumerate(drafts.lists())
+    ]
+    return drafts.first(np.array([[*of_request, False].index(False) for of_request in likely]))
 
 
-_before: list[Draft] = []
-
-
-def another_requests_law(draft: Draft) -> Draft:
+def another_requests_law(drafts: Drafts) -> Drafts:
     """A request's tokens come with the distributions of the request before it."""
-    _before.append(draft)
-    other = _before.pop(0) if len(_before) > 1 else draft
-    n = min(len(draft.tokens), len(other.tokens))
-    laws, supports, sizes = other.probabilities[:n].copy(), other.supports[:n].copy(), np.array(other.sizes[:n])
-    return Draft(draft.tokens[:n], supports, laws, sizes, draft.match)
+    before = np.roll(np.arange(len(drafts.nums)), 1)
+    others = drafts._replace(**{name: getattr(drafts, name)[before] for name in ("supports", "probabilities", "sizes")})
+    return others.first(drafts.nums[before])
 
 
 FAULTS: dict[str, Fault] = {f.__name__: f for f in (sharpened, anticipates, another_requests_law)}

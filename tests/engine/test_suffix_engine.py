@@ -46,6 +46,17 @@ def historian(
         live.stop()
 
 
+@pytest.fixture(autouse=True)
+def as_at_the_start(historian: LiveEngine, fitted_drafter: Drafter) -> None:
+    """Each test begins with an empty history, three draft tokens, the fitted drafter and no fault, whatever ran before."""
+    if historian.engine.spec.drafter_folder is not None:
+        historian.send_drafter(fitted_drafter.state_for_serving())
+    historian.run(historian.engine.on_workers(Planting.plant, None))
+    historian.run(historian.engine.on_workers(Planting.forget_history))
+    historian.run(historian.engine.set_num_speculative_tokens(3))
+    counts(historian)
+
+
 def counts(live: LiveEngine) -> dict[str, int]:
     return live.run(live.engine.on_workers(Planting.take_history_report))["counts"]
 
@@ -78,7 +89,6 @@ def test_greedy_text_is_the_same_when_weights_change_in_mid_generation(
 ) -> None:
     """Requests in flight are computed again, and the drafts of before are dropped."""
     requests = make_requests(12, seed=11)
-    historian.run(historian.engine.set_num_speculative_tokens(3))
     plain = tokens(historian.greedy(requests, tap=False))
     payloads = [historian.payload(target_state) for _ in range(2)]
 
@@ -100,7 +110,6 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     historian: LiveEngine,
     laws: Laws,  # noqa: F811
 ) -> None:
-    historian.run(historian.engine.set_num_speculative_tokens(3))
     samples(historian, number=512, temperature=1.0)
     counts(historian)
     historian.run(historian.engine.on_workers(Planting.plant, LENGTHS))
@@ -128,6 +137,7 @@ def test_text_has_the_targets_law_and_so_have_the_laws_that_are_handed_over(
     indirect=["historian"],
 )
 def test_planted_faults_change_the_law(historian: LiveEngine, laws: Laws, fault: str) -> None:  # noqa: F811
+    samples(historian, number=512, temperature=1.0)  # which the history then knows
     historian.run(historian.engine.on_workers(Planting.plant, fault))
     sampled, _ = samples(historian, seeded=False, temperature=1.0)
     historian.run(historian.engine.on_workers(Planting.plant, None))
@@ -165,8 +175,6 @@ def test_a_new_drafter_is_chosen_as_soon_as_more_is_expected_of_it(
 ) -> None:
     """What the drafter before it had accepted says nothing of the new one."""
     requests = make_requests(16, seed=31)
-    historian.run(historian.engine.set_num_speculative_tokens(3))
-    historian.run(historian.engine.on_workers(Planting.forget_history))
     historian.send_drafter(untrained_drafter.state_for_serving())
     historian.generate(requests, tap=False)
     counts(historian)
@@ -185,10 +193,7 @@ def test_rollouts_and_their_features_say_which_drafts_are_the_drafters(
     historian: LiveEngine, fitted_drafter: Drafter, untrained_drafter: Drafter
 ) -> None:
     """In two batches: much is expected of the drafter in the first one, and in the second one the index has the texts."""
-    historian.run(historian.engine.set_num_speculative_tokens(3))
     requests, batches = make_requests(16, seed=31), []
-    historian.run(historian.engine.on_workers(Planting.forget_history))
-    counts(historian)
     for drafter, rates in ((fitted_drafter, [0.99, 0.98, 0.97]), (untrained_drafter, [0.1, 0.01, 0.001])):
         payload, version = historian.payload(drafter.state_for_serving()), historian.engine.versions.drafter + 1
         historian.run(historian.engine.update_drafter(payload, version, rates))
@@ -230,7 +235,6 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
         return seen
 
     assert False in historian.run(steps_of_repeated_text()), "the scheduler knows that the drafter did not run"
-    historian.run(engine.set_num_speculative_tokens(3))
 
 
 @pytest.mark.parametrize("historian", ["alone"], indirect=True)
@@ -243,6 +247,4 @@ def test_where_history_proposes_each_request_has_a_length_of_its_own(historian: 
     for _ in range(3):
         historian.generate(requests, tap=False)
     found = counts(historian)
-    historian.run(historian.engine.on_workers(Planting.plant, None))
     assert 1 < found["history/drafted_tokens"] / found["history/drafts"] < 2.9
-    historian.run(historian.engine.set_num_speculative_tokens(3))

@@ -56,8 +56,8 @@ class Engine:
     def on_workers(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
-    def add_history(self, rollouts: list[str]) -> None:
-        self._note(f"add {rollouts}")
+    def learn_from(self, batch: str) -> None:
+        self._note(f"learn {batch}")
 
     def save_history(self, path: str) -> None:
         self._note(f"save {path}")
@@ -218,8 +218,8 @@ def test_an_engine_that_dies_again_and_again_stays_away() -> None:
 
 def test_all_engines_know_the_same_history() -> None:
     engines = Engines(Engine(), Engine(), Engine(), history=True)
-    engines.share_history(1, ["a rollout"])  # type: ignore[list-item]
-    assert [engine.log for engine in engines.stand_ins] == [["add ['a rollout']"], [], ["add ['a rollout']"]]
+    engines.share_history(1, "a reference")
+    assert [engine.log for engine in engines.stand_ins] == [["learn a reference"], [], ["learn a reference"]]
     assert engines.proposer_metrics() == {"history/drafts": 21, "history/tokens": 50}
     engines.lose(2, RunFailure("it died"))
     engines.come_back(2)
@@ -228,6 +228,22 @@ def test_all_engines_know_the_same_history() -> None:
     assert engines.stand_ins[2].log == [f"load node of rollout_2/{file}"]
     engines.save_history(Path("checkpoint"))
     assert engines.stand_ins[0].log[-1] == "save checkpoint"
+
+
+def test_an_engine_that_dies_while_it_learns_is_lost_once() -> None:
+    """What was shared with it says nothing of the one that takes its place."""
+    dying = {"refuses": "learn a reference", "error": RunFailure}
+    engines = Engines(Engine(), Engine(**dying), history=True)
+    engines.share_history(0, "a reference")
+    assert engines.in_dispatch == [0, 1]
+    engines.proposer_metrics()
+    assert engines.in_dispatch == [0]
+    engines = Engines(Engine(), Engine(**dying), history=True)
+    engines.share_history(0, "a reference")
+    engines.lose(1, RunFailure("it died"))
+    engines.come_back(1)
+    engines.proposer_metrics()
+    assert engines.in_dispatch == [0, 1]
 
 
 def test_what_an_engine_has_seen_is_known_by_its_number_whichever_are_away() -> None:

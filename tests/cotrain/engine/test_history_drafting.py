@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.engine.history import HistoryDrafting, Proposal, Text, match_class, speed_of
+from cotrain.engine.history import HistoryDrafting, Probabilities, Proposal, Step, match_classes, speed_of
 from cotrain.engine.interface import attach, attached
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import Choice, ServedAcceptance
-from drafters.suffix.index import SuffixIndex
+from drafters.suffix.index import Drafts, SuffixIndex
+from drafters.suffix.requests import RequestTexts
 
 K = 3
 RATIOS = [1.0, 1.2, 1.3, 1.4]
@@ -29,8 +30,8 @@ def history() -> HistoryDrafting:
 def learn(history: HistoryDrafting, proposal: Proposal | None, verified: int, emitted: int) -> Any:
     if proposal is not None:
         history._proposals["r"] = proposal
-    text = Text(np.zeros(4, np.int32), 2, emitted)
-    history._learn({"r": [7] * verified} if verified else {}, {"r": text})
+    step = Step(["r"], np.zeros(1, np.int64), np.array([emitted]))
+    history._learn({"r": [7] * verified} if verified else {}, step)
     return history._of_match[0].tokens_per_step().tolist()
 
 
@@ -56,10 +57,9 @@ def test_drafts_of_the_drafter_teach_nothing_of_the_index(history: HistoryDrafti
 
 
 def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> None:
-    history._keys |= {"r": b"", "ended": b""}
     history._proposals["ended"] = Proposal(0, K, K)
     learn(history, Proposal(0, K, K), verified=K, emitted=1)
-    assert history._keys.keys() == {"r"} and not history._proposals
+    assert not history._proposals
 
 
 def test_the_first_draft_of_a_batch_has_to_be_paid_by_all_that_draft() -> None:
@@ -71,15 +71,17 @@ def test_the_first_draft_of_a_batch_has_to_be_paid_by_all_that_draft() -> None:
     assert speed_of([Choice(1, 2.0), NOTHING], None) == 1.5, "where a length is fixed, tokens count alone"
 
 
-TEXT, OTHER = Text(np.arange(1, 9, dtype=np.int32), 4, 1), Text(np.array([1, 2, 20], np.int32), 2, 1)
-"""A text that the index knows, and one that it does not."""
+TEXTS = np.array([np.arange(1, 9), [1, 2, 20, *[0] * 5]], np.int32)
+"""A text that the index knows, and one that it does not, which has three tokens."""
 
 
 def drafted(history: HistoryDrafting, rate: float, plan: Plan) -> list[int] | None:
-    """Numbers of tokens that history drafts for TEXT and OTHER if all its drafts have been accepted at this rate."""
+    """Numbers of tokens that history drafts for TEXTS if all its drafts have been accepted at this rate."""
     history._of_match = [ServedAcceptance(K, [rate] * K) for _ in history._of_match]
-    drafts = history._drafts(plan, ["a", "b"], [TEXT, OTHER], [True] * 2, K)
-    return drafts and [0 if draft is None else len(draft.tokens) for draft in drafts]
+    history._texts = RequestTexts(2, 20)
+    rows = history._texts.follow(["a", "b"], TEXTS, np.array([8, 3]), np.array([4, 2]), np.empty((2, 0), np.int32))
+    drafts = history._drafts(plan, Step(["a", "b"], rows, np.ones(2, np.int64)), np.ones(2, bool), K)
+    return None if drafts is None else drafts.nums.tolist()
 
 
 def test_all_drafts_of_a_step_come_from_the_faster_proposer(history: HistoryDrafting) -> None:
@@ -107,10 +109,10 @@ def test_proposers_are_probed_with_a_token_more_than_is_worth_the_most(history: 
 
 def test_where_no_match_would_pay_the_index_is_asked_by_probes_alone(history: HistoryDrafting) -> None:
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
-    asked, look_up = [], history._draft
-    history._draft = lambda *args: asked.append(1) or look_up(*args)
+    asked, look_up = [], history.index.draft
+    history.index.draft = lambda *args: asked.append(1) or look_up(*args)
     assert drafted(history, 0.0, CHOOSE) is None and not asked
-    assert drafted(history, 0.0, CHOOSE._replace(probes="history")) == [1, 0] and len(asked) == 2
+    assert drafted(history, 0.0, CHOOSE._replace(probes="history")) == [1, 0] and len(asked) == 1
     assert drafted(history, 0.01, CHOOSE._replace(ratios=None)) == [K, 0], "all that draft have the same length"
 
 
@@ -125,9 +127,9 @@ def test_the_drafter_runs_only_in_steps_in_which_it_proposes(rate: float, length
 
     batch = SimpleNamespace(
         req_ids=["r"],
-        num_tokens_no_spec=[7],
-        num_prompt_tokens=[4],
-        token_ids_cpu=TEXT.tokens[None],
+        num_tokens_no_spec=np.array([7]),
+        num_prompt_tokens=np.array([4]),
+        token_ids_cpu=TEXTS,
         vocab_size=20,
     )
     runner: Any = SimpleNamespace(
@@ -153,4 +155,35 @@ def test_the_drafter_runs_only_in_steps_in_which_it_proposes(rate: float, length
 
 
 def test_matches_are_counted_by_length_in_powers_of_two() -> None:
-    assert [match_class(match) for match in (0, 1, 2, 3, 4, 7, 8, 15, 16, 32)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert match_classes(np.array([0, 1, 2, 3, 4, 7, 8, 15, 16, 32])).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_the_tensor_of_distributions_holds_those_of_the_step_alone() -> None:
+    runner = SimpleNamespace(device="cpu", input_batch=SimpleNamespace(vocab_size=11))
+    probabilities, rng = Probabilities(runner), np.random.default_rng(0)
+    for requests, k, likeliest in ((4, 3, False), (2, 2, False), (3, 1, True), (4, 3, True), (5, 3, False)):
+        supports = np.array([rng.permutation(11)[:4] for _ in range(requests * k)], np.int32).reshape(requests, k, 4)
+        laws = rng.dirichlet(np.ones(4), (requests, k))
+        nums = rng.integers(0, k, requests, endpoint=True)
+        nums[0] = k
+        drafts = Drafts(supports[:, :, 1], supports, laws, np.full((requests, k), 4, np.int32), nums, nums)
+        expected = torch.zeros(requests, k, 11)
+        for i, num in enumerate(nums):
+            for j in range(num):
+                of_token = {int(supports[i, j, 1]): 1.0} if likeliest else drafts.distribution(i, j)
+                for token, value in of_token.items():
+                    expected[i, j, token] = value
+        assert torch.equal(probabilities.of(drafts, np.full(requests, likeliest)), expected)
+
+
+def test_a_thread_learns_one_piece_for_each_step(history: HistoryDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So all ranks of an engine, which make the same steps, have the same index in each."""
+    monkeypatch.setattr("drafters.suffix.index.PIECE", 1)
+    history.add([([1], [2, 3, 4]), ([1], [5, 6, 7])])
+    pieces = 1
+    while history.index.is_behind:
+        size = history.index.num_bytes
+        assert history.index.num_bytes == size, "nothing goes on between steps"
+        history._go_on_learning()
+        pieces += 1
+    assert pieces > 4 and history.index.num_tokens == 6

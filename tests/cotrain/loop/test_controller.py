@@ -302,12 +302,16 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
     there: list[tuple[int, bool]] = []
     written = {"now": False}
 
-    def begin_generate(engines: Engines, *_: Any) -> RolloutBatch:
+    generate = Engines.begin_generate
+
+    def begin_generate(
+        engines: Engines, engine: int, requests: Any, tap: bool, together: tuple[int, int]
+    ) -> RolloutBatch:
         """What a step finds when its generation begins; the roles have written their parts when the one after it does."""
-        step, world = controller.step, engines.world
-        there.append((step, latest_checkpoint(controller.run_dir) is not None))
-        written["now"] = step >= 4
-        return world.generate(step + 1)
+        if not together[0]:
+            there.append((controller.step, latest_checkpoint(controller.run_dir) is not None))
+            written["now"] = controller.step >= 4
+        return generate(engines, engine, requests, tap, together)
 
     monkeypatch.setattr(Engines, "begin_generate", begin_generate)
     monkeypatch.setattr("tests.cotrain.simulated_roles.Reactor.is_there", lambda *_: written["now"])

@@ -9,7 +9,9 @@ from safetensors.numpy import save_file
 from scipy import stats
 
 from drafters.suffix import frequencies
-from drafters.suffix.index import BYTES_PER_TOKEN, EVERY_PROMPT_WEIGHT, SuffixIndex, key_of
+from drafters.suffix.frequencies import EVERY_PROMPT_WEIGHT
+from drafters.suffix.index import BYTES_PER_TOKEN, MOST_BYTES, Drafts, SuffixIndex
+from drafters.suffix.requests import RequestTexts, key_of
 
 PROMPTS = [[1, 2, 3], [1, 2, 4], [5]]
 
@@ -26,11 +28,25 @@ def history(num_texts: int = 12, seed: int = 0) -> list[tuple[list[int], list[in
     return texts
 
 
+def learn(index: SuffixIndex, prompt: list[int], response: list[int]) -> None:
+    index.add(key_of(prompt), response)
+    while index.advance():
+        pass
+
+
 def filled(texts: list[tuple[list[int], list[int]]]) -> SuffixIndex:
     index = SuffixIndex(2**20)
     for prompt, response in texts:
-        index.add(key_of(prompt), response)
+        learn(index, prompt, response)
     return index
+
+
+def draft_of(index: SuffixIndex, prompt: list[int], response: list[int], k: int, draws: bool) -> Drafts:
+    """What the index proposes for one request."""
+    requests, text = RequestTexts(1, len(prompt) + len(response) + k), np.array([[*prompt, *response]], np.int32)
+    length, prompt_length = np.array([text.size]), np.array([len(prompt)])
+    rows = requests.follow(["r"], text, length, prompt_length, np.empty((1, 0), np.int32))
+    return index.draft(requests, rows, k, np.array([draws]))
 
 
 def plain_distribution(texts: list, prompt: list[int], response: list[int]) -> dict[int, float]:
@@ -72,57 +88,75 @@ def plain_distribution(texts: list, prompt: list[int], response: list[int]) -> d
 def test_the_distribution_is_the_blend_of_counts_by_context(response: list[int]) -> None:
     texts = history()
     prompt = PROMPTS[0]
-    draft = filled(texts).draft(key_of(prompt), np.array(prompt + response, np.int32), len(prompt), 1, True)
-    found = dict(
-        zip(draft.supports[0, : draft.sizes[0]].tolist(), draft.probabilities[0, : draft.sizes[0]], strict=True)
-    )
     expected = plain_distribution(texts, prompt, response)
-    assert found == pytest.approx(expected, abs=1e-12)
+    assert draft_of(filled(texts), prompt, response, 1, True).distribution(0, 0) == pytest.approx(expected, abs=1e-12)
 
 
 def test_places_that_are_left_out_are_counted_by_those_that_are_not() -> None:
     """Of many places, one in `stride` is counted, and must weigh as much against the request's own text as all of them."""
     texts = [([number], [7, 1]) for number in range(600)]
     prompt, response = [7, 2, 7, 3], [7]
-    draft = filled(texts).draft(key_of(prompt), np.array(prompt + response, np.int32), len(prompt), 1, True)
-    found = dict(
-        zip(draft.supports[0, : draft.sizes[0]].tolist(), draft.probabilities[0, : draft.sizes[0]], strict=True)
-    )
+    found = draft_of(filled(texts), prompt, response, 1, True).distribution(0, 0)
     assert found == pytest.approx(plain_distribution(texts, prompt, response), rel=0.05)
 
 
 def test_tokens_are_drawn_from_the_distribution_that_is_handed_over() -> None:
-    index, text = filled(history()), np.array([*PROMPTS[1], 3, 3], np.int32)
-    drawn, laws = Counter[int](), {}
+    index, prompt, text = filled(history()), PROMPTS[1], [3, 3]
+    drawn = Counter[int]()
     for _ in range(20_000):
-        draft = index.draft(key_of(PROMPTS[1]), text, 3, 2, True)
-        drawn[int(draft.tokens[0])] += 1
-        laws = dict(zip(draft.supports[0, : draft.sizes[0]].tolist(), draft.probabilities[0], strict=False))
+        draft = draft_of(index, prompt, text, 2, True)
+        drawn[int(draft.tokens[0, 0])] += 1
+    laws, second = draft.distribution(0, 0), draft.distribution(0, 1)
     assert stats.chisquare([drawn[t] for t in laws], [20_000 * q for q in laws.values()]).pvalue > 1e-3
     # The second token follows the first one drawn, and is of the distribution after it.
-    assert draft.probabilities[1, : draft.sizes[1]].sum() == pytest.approx(1.0)
-    longer = np.append(text, draft.tokens[0]).astype(np.int32)
-    again = index.draft(key_of(PROMPTS[1]), longer, 3, 1, True)
-    np.testing.assert_array_equal(again.probabilities[0, : again.sizes[0]], draft.probabilities[1, : draft.sizes[1]])
+    assert sum(second.values()) == pytest.approx(1.0)
+    assert draft_of(index, prompt, [*text, int(draft.tokens[0, 0])], 1, True).distribution(0, 0) == second
 
 
 def test_without_draws_each_token_is_the_likeliest() -> None:
-    draft = filled(history()).draft(key_of(PROMPTS[1]), np.array([*PROMPTS[1], 3], np.int32), 3, 4, False)
-    assert len(draft.tokens) == 4
-    for token, support, probabilities, size in zip(*draft[:4], strict=True):
-        assert token == support[probabilities[:size].argmax()]
+    draft = draft_of(filled(history()), PROMPTS[1], [3], 4, False)
+    assert draft.nums.tolist() == [4]
+    for j, token in enumerate(draft.lists()[0]):
+        law = draft.distribution(0, j)
+        assert law[token] == max(law.values())
+
+
+def test_requests_draft_together_what_each_drafts_alone() -> None:
+    """At each step some requests end, others begin, and tokens come from the batch or before it has them."""
+    rng, texts = np.random.default_rng(3), history(40, seed=3)
+    together, alone = filled(texts), filled(texts)
+    requests, lengths = RequestTexts(6, 40), np.full(8, 4)
+    tokens = np.array([[*prompt, 0, *response][:16] for prompt, response in history(8, seed=4)], np.int32)
+    prompt_lengths = np.array([len(PROMPTS[i % len(PROMPTS)]) for i in range(8)])
+    for step in range(12):
+        chosen = rng.permutation(8)[:5]
+        names = [f"{i}/{step // 4}" if i % 2 else str(i) for i in chosen]
+        new = np.where(rng.random((5, 1)) < 0.5, tokens[chosen, lengths[chosen]][:, None], -1).astype(np.int32)
+        in_batch, lengths[chosen] = lengths[chosen], lengths[chosen] + (new[:, 0] >= 0)
+        rows = requests.follow(names, tokens[chosen], in_batch, prompt_lengths[chosen], new)
+        draws = rng.random(5) < 0.5
+        drafts = together.draft(requests, np.where(np.arange(5) == step % 5, -1, rows), 3, draws)
+        for place, i in enumerate(chosen):
+            if place == step % 5:
+                assert drafts.nums[place] == 0
+                continue
+            prompt, text = tokens[i, : prompt_lengths[i]].tolist(), tokens[i, prompt_lengths[i] : lengths[i]].tolist()
+            one = draft_of(alone, prompt, text, 3, bool(draws[place]))
+            assert drafts.lists()[place] == one.lists()[0] and drafts.matches[place] == one.matches[0]
+            for j in range(one.nums[0]):
+                assert drafts.distribution(place, j) == one.distribution(0, j)
+        lengths = np.minimum(lengths, 13)
 
 
 def test_nothing_is_drafted_after_what_nobody_has_written() -> None:
-    assert len(filled(history()).draft(key_of([9]), np.array([9, 30, 31], np.int32), 1, 4, True).tokens) == 0
-    assert len(SuffixIndex(2**12).draft(key_of([9]), np.array([9, 8], np.int32), 1, 4, True).tokens) == 0
+    assert draft_of(filled(history()), [9], [30, 31], 4, True).lists() == [[]]
+    assert draft_of(SuffixIndex(2**12), [9], [8], 4, True).lists() == [[]]
 
 
 def test_a_response_that_repeats_itself_is_drafted_without_history() -> None:
-    text = np.array([9, 4, 5, 6, 4, 5, 6, 4], np.int32)
-    draft = SuffixIndex(2**12).draft(key_of([9]), text, 1, 3, False)
-    assert draft.tokens.tolist() == [5, 6, 4]
-    assert draft.match == 4  # tokens 6 4 5 6 4 have come before but for the first
+    draft = draft_of(SuffixIndex(2**12), [9], [4, 5, 6, 4, 5, 6, 4], 3, False)
+    assert draft.lists() == [[5, 6, 4]]
+    assert draft.matches[0] == 4  # tokens 6 4 5 6 4 have come before but for the first
 
 
 def test_old_texts_are_forgotten_first_and_the_bound_holds() -> None:
@@ -130,12 +164,60 @@ def test_old_texts_are_forgotten_first_and_the_bound_holds() -> None:
     index, generator = SuffixIndex(bound), np.random.default_rng(1)
     texts = [generator.integers(0, 30, 100).tolist() for _ in range(200)]
     for number, text in enumerate(texts):
-        index.add(key_of([number]), text)
+        learn(index, [number], text)
         assert index.num_bytes <= bound
-        draft = index.draft(key_of([number]), np.array([number, *text[:20]], np.int32), 1, 5, False)
-        assert draft.tokens.tolist() == text[20:25]
-    assert key_of([199]) in index._segments and key_of([0]) not in index._segments
+        assert draft_of(index, [number], text[:20], 5, False).lists() == [text[20:25]]
+    assert key_of([199]) in index._scopes and key_of([0]) not in index._scopes
     assert 1_000 <= index.num_tokens <= 4_000
+
+
+def test_what_is_left_after_forgetting_is_an_index_of_the_newest_texts() -> None:
+    index = SuffixIndex(1_000 * BYTES_PER_TOKEN)
+    texts = history(63, seed=5)  # of 16 tokens with their separators: the last one makes room
+    for prompt, response in texts[:-1]:
+        learn(index, prompt, response)
+    index.add(key_of(texts[-1][0]), texts[-1][1])
+    held = index.num_tokens // 15
+    assert held == 31, "half of the room"
+    while index.advance():
+        pass
+    newest = filled(texts[-held:])
+    for prompt, response in texts[:9]:
+        found, expected = (draft_of(i, prompt, response[:8], 1, True) for i in (index, newest))
+        assert found.distribution(0, 0) == pytest.approx(expected.distribution(0, 0))
+
+
+@pytest.mark.parametrize("room", [1_000, 10_000])
+def test_pieces_of_work_do_not_grow_with_the_index(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Whatever the pieces, the index is the same in the end, and it drafts between them."""
+    texts = [(prompt, response * 8) for prompt, response in history(60, seed=6)]
+    plain, index = SuffixIndex(room * BYTES_PER_TOKEN), SuffixIndex(room * BYTES_PER_TOKEN)
+    for prompt, response in texts:
+        learn(plain, prompt, response)
+    for name, size in (("PIECE", 32), ("BLOCK", 16)):
+        monkeypatch.setattr(f"drafters.suffix.index.{name}", size)
+    sizes = []
+    for prompt, response in texts:
+        index.add(key_of(prompt), response)
+        for size in index._work:
+            if size is None:
+                break
+            sizes.append(size)
+            assert draft_of(index, [9], [4, 5, 4], 2, False).nums[0], "its own text is drafted from all the time"
+    assert max(sizes) <= 16 * 5 and len(sizes) > 1_000
+    for prompt, response in texts[:5]:
+        found, expected = (draft_of(i, prompt, response[:9], 3, False) for i in (index, plain))
+        assert found.lists() == expected.lists()
+        assert [found.distribution(0, j) for j in range(3)] == [expected.distribution(0, j) for j in range(3)]
+
+
+def test_texts_that_are_forgotten_before_they_are_learnt_are_never_learnt() -> None:
+    index = SuffixIndex(100 * BYTES_PER_TOKEN)
+    for number in range(20):
+        index.add(key_of([number]), [number] * 9)
+    while index.advance():
+        pass
+    assert index.num_tokens == 9 * (len(index._scopes) - 1) <= 90 and key_of([19]) in index._scopes
 
 
 def test_an_index_goes_on_forgetting_after_it_was_loaded(tmp_path: Path) -> None:
@@ -143,45 +225,46 @@ def test_an_index_goes_on_forgetting_after_it_was_loaded(tmp_path: Path) -> None
     texts = [generator.integers(0, 30, 100).tolist() for _ in range(60)]
     index, again = (SuffixIndex(2_000 * BYTES_PER_TOKEN) for _ in range(2))
     for number, text in enumerate(texts[:20]):
-        index.add(key_of([number]), text)
+        learn(index, [number], text)
     index.save(tmp_path / "index.safetensors")
     again.load(tmp_path / "index.safetensors")
     for number, text in enumerate(texts[20:], 20):
         for other in (index, again):
-            other.add(key_of([number]), text)
-            assert key_of([number]) in other._segments and other.num_bytes <= 2_000 * BYTES_PER_TOKEN
-    assert key_of([0]) not in again._segments and again.num_tokens >= 500
+            learn(other, [number], text)
+            assert key_of([number]) in other._scopes and other.num_bytes <= 2_000 * BYTES_PER_TOKEN
+    assert key_of([0]) not in again._scopes and again.num_tokens >= 500
 
 
 def test_a_saved_index_drafts_on_as_the_first_would(tmp_path: Path) -> None:
-    index, text = filled(history()), np.array([*PROMPTS[0], 1, 2], np.int32)
+    index, text = filled(history()), [1, 2]
     index.save(tmp_path / "index.safetensors")
     again, third = SuffixIndex(2**20, seed=7), SuffixIndex(2**20, seed=8)
     drawn = []
     for other in (again, third):
         other.load(tmp_path / "index.safetensors")
-        one, two = (i.draft(key_of(PROMPTS[0]), text, 3, 4, False) for i in (index, other))
-        np.testing.assert_array_equal(one.tokens, two.tokens)
-        np.testing.assert_array_equal(one.probabilities[0, : one.sizes[0]], two.probabilities[0, : two.sizes[0]])
-        drawn.append([other.draft(key_of(PROMPTS[0]), text, 3, 4, True).tokens.tolist() for _ in range(20)])
+        one, two = (draft_of(i, PROMPTS[0], text, 4, False) for i in (index, other))
+        assert one.lists() == two.lists() and one.distribution(0, 0) == pytest.approx(two.distribution(0, 0))
+        drawn.append([draft_of(other, PROMPTS[0], text, 4, True).lists() for _ in range(20)])
     assert drawn[0] != drawn[1], "engines that load the same file draw the same numbers"
 
 
 def test_a_file_that_does_not_fit_leaves_an_index_as_it_was(tmp_path: Path) -> None:
     filled(history()).save(tmp_path / "index.safetensors")
     save_file({"texts": np.zeros(3, np.int32)}, tmp_path / "other.safetensors")
-    small = SuffixIndex(2**8)
-    small.add(key_of([9]), [4, 5, 6])
+    small = SuffixIndex(2**9)
+    learn(small, [9], [4, 5, 6])
     for name, message in (
         ("index", "raise max_bytes"),
         ("other", "is no index of this version: it lacks keys, lengths"),
     ):
         with pytest.raises(ValueError, match=message):
             small.load(tmp_path / f"{name}.safetensors")
-    assert small.draft(key_of([9]), np.array([9, 4], np.int32), 1, 2, False).tokens.tolist() == [5, 6]
+    assert draft_of(small, [9], [4], 2, False).lists() == [[5, 6]]
 
 
-def test_an_index_without_room_for_a_text_is_refused() -> None:
+def test_an_index_without_room_for_a_text_or_with_too_much_is_refused() -> None:
     with pytest.raises(ValueError, match="allow at least"):
         SuffixIndex(4 * BYTES_PER_TOKEN - 1)
-    SuffixIndex(4 * BYTES_PER_TOKEN).add(key_of([9]), [4, 5, 6])
+    with pytest.raises(ValueError, match=f"positions above 2.31; allow at most {MOST_BYTES}"):
+        SuffixIndex(MOST_BYTES + 1)
+    learn(SuffixIndex(4 * BYTES_PER_TOKEN), [9], [4, 5, 6])
