@@ -46,9 +46,13 @@ class Step:
             device=torch.device(DEVICE),
         )
 
-    def record(self, hook: DraftingHook, position: int) -> None:
-        """One step, in which every request is at `position`. vLLM hands over new hidden states in each step."""
-        self.runner._get_positions = lambda num: (self.first + position)[:num]
+    def move_to(self, position: int) -> None:
+        """Let every request be at this position in the next step."""
+        positions = self.first + position
+        self.runner._get_positions = lambda num: positions[:num]
+
+    def record(self, hook: DraftingHook) -> None:
+        """What the hook does in one step."""
         hook.record(self.hidden, SimpleNamespace(query_start_loc_cpu=self.starts))
 
 
@@ -72,8 +76,9 @@ def step_times(num_requests: int, num_tapped: int) -> tuple[float, float, float]
     for position in range(PROMPT, PROMPT + STEPS):
         if not hook.tap.is_recording:
             return 0.0, 0.0, 0.0
+        step.move_to(position)
         start = np.array([time.perf_counter(), time.thread_time(), time.process_time()])
-        step.record(hook, position)
+        step.record(hook)
         seen = np.array([time.perf_counter(), time.thread_time(), 0.0])
         settle(hook)
         seen[2] = time.process_time()
