@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cotrain.engine.scheduling import computes_prompts
 from cotrain.engine.tap import FeatureTap
+from cotrain.engine.tap_ring import TapRing
 from cotrain.transport.features import FeatureRecord
 from drafters.base import SamplingParams
 
@@ -113,6 +115,7 @@ class TapHook:
         self.tap = FeatureTap()
         self.tap_seconds = 0.0
         self._name_of = name_of or request_id_of
+        self._ring = TapRing(self.tap, self._name_of)
         self._guard = guard or (lambda hook, *args, **options: hook(*args, **options))
         self.reads_prompts = False
         self.draft_length: int | None = None
@@ -130,6 +133,7 @@ class TapHook:
     ) -> FeatureRecord | None:  # fmt: skip
         """Return what the tap holds of a finished request, or None. version: the policy's. last: see FeatureRecord."""
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
+        self.settle()
         taken = self.tap.take(name, tokens, version)
         if taken is None:
             return None
@@ -138,29 +142,18 @@ class TapHook:
         return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
 
     def record(self, hidden: list[Tensor], batch: Any) -> None:
-        """Give the tap the rows of a step. batch: what `_layout` reads."""
+        """Give the tap the rows of a step, which it gets beside the next steps. batch: what `_layout` reads."""
         started = time.perf_counter()
-        for rows in self._rows(batch, hidden, "cpu"):
-            self.tap.record(*rows)
+        self._ring.add(*self._layout(batch), hidden)
         self.tap_seconds += time.perf_counter() - started
 
-    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+    def settle(self) -> None:
+        """Wait until the tap has the rows of all steps so far."""
+        self._ring.settle()
+
+    def _layout(self, batch: Any) -> tuple[list[str], np.ndarray, Tensor, Tensor]:
         """Return a step's request ids, the rows where each begins and the last ends, and all rows' positions and token ids."""
         raise NotImplementedError
-
-    def _rows(self, batch: Any, hidden: list[Tensor], device: Any) -> list[Rows]:
-        """Return the rows of each request of a step, as copies, with the tensors of the list side by side.
-
-        Rejected draft tokens are among them. The tensors are the aux layers, ascending, and the final hidden state after the
-        norm. CUDA graphs overwrite all of this in the next step, so it is copied on the stream that computes.
-        """
-        request_ids, starts, positions, input_ids = self._layout(batch)
-        sizes, total = [end - start for start, end in pairwise(starts)], starts[-1]
-        first = positions[starts[:-1]].tolist()
-        token_ids = input_ids[:total].to(device, copy=True).split(sizes)
-        states = torch.cat([h[:total] for h in hidden], dim=-1).to(device).split(sizes)
-        names = map(self._name_of, request_ids)
-        return [Rows(*row) for row in zip(names, first, token_ids, states, strict=True)]
 
 
 class DraftingHook(TapHook):
@@ -204,18 +197,33 @@ class DraftingHook(TapHook):
         if not leave_out:
             return self._propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
         if self.reads_prompts:
-            rows_of_step = self._rows(attention, aux_hidden or [hidden], hidden.device)
+            rows_of_step = self._rows(attention, aux_hidden or [hidden])
             # sampled [R, 1 or more] is -1 after the last valid token. Only as many of a request's rows belong to its text.
             for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
                 token_ids, states = rows.token_ids[:num_valid], rows.hidden[:num_valid]
                 self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
         return self.no_drafts(scheduler_output, sampled)
 
-    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+    def _rows(self, batch: Any, hidden: list[Tensor]) -> list[Rows]:
+        """Return the rows of each request of a step, as copies, with the tensors of the list side by side.
+
+        Rejected draft tokens are among them. The tensors are the aux layers, ascending, and the final hidden state after the
+        norm. CUDA graphs overwrite all of this in the next step, so it is copied on the stream that computes.
+        """
+        request_ids, bounds, positions, input_ids = self._layout(batch)
+        starts = bounds.tolist()
+        sizes, total = [end - start for start, end in pairwise(starts)], starts[-1]
+        first = positions[starts[:-1]].tolist()
+        token_ids = input_ids[:total].clone().split(sizes)
+        states = torch.cat([h[:total] for h in hidden], dim=-1).split(sizes)
+        names = map(self._name_of, request_ids)
+        return [Rows(*row) for row in zip(names, first, token_ids, states, strict=True)]
+
+    def _layout(self, batch: Any) -> tuple[list[str], np.ndarray, Tensor, Tensor]:
         """Read vLLM's CommonAttentionMetadata."""
         request_ids = self._runner.input_batch.req_ids
-        starts = batch.query_start_loc_cpu[: len(request_ids) + 1].tolist()  # there may be padding after them
-        return request_ids, starts, self._runner._get_positions(starts[-1]), self._runner.input_ids.gpu
+        starts = batch.query_start_loc_cpu[: len(request_ids) + 1].numpy()  # there may be padding after them
+        return request_ids, starts, self._runner._get_positions(int(starts[-1])), self._runner.input_ids.gpu
 
     def _read_late(self, hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
         """Let the drafter read the waiting rows of the requests of this step, up to the step's own rows.
@@ -224,7 +232,7 @@ class DraftingHook(TapHook):
         draft model reads the token that follows as well, in a row of its own.
         """
         drafter = self._runner.drafter
-        step = self._rows(attention, [hidden[:, :0]], hidden.device)
+        step = self._rows(attention, [hidden[:, :0]])
         number = {rows.request: i for i, rows in enumerate(step)}
         unread = self._unread.take(step)
         added_rows = len(unread) * drafter.net_num_new_slots_per_request

@@ -7,6 +7,7 @@ all rows of a step and all hidden states before it drafts.
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,7 +78,9 @@ class SpeculatorHook(TapHook):
             drafts.draft_token_ids = [[] for _ in drafts.draft_token_ids]
         return drafts
 
-    def _layout(self, batch: Any) -> tuple[list[str], list[int], Tensor, Tensor]:
+    def _layout(self, batch: Any) -> tuple[list[str], np.ndarray, Tensor, Tensor]:
         """Read V2's InputBatch, whose rows of padding come last."""
-        starts = batch.query_start_loc[: batch.num_reqs + 1].tolist()
+        starts = batch.query_start_loc_np[: batch.num_reqs + 1]
+        if starts[-1] != batch.num_tokens:  # adaptive verification has left out drafts, and only the device knows which
+            starts = batch.query_start_loc[: batch.num_reqs + 1].numpy(force=True)
         return batch.req_ids, starts, batch.positions, batch.input_ids

@@ -1,6 +1,6 @@
 """The feature tap: the hidden states of every verified token, kept as the engine computes them.
 
-It runs inside the vLLM worker and knows nothing of vLLM. Rows are written by absolute position, so the row of a rejected draft
+It runs inside the vLLM worker and knows nothing of vLLM. A thread of `tap_ring.py` gives it the rows of each step. Rows are written by absolute position, so the row of a rejected draft
 token is overwritten by the row of the token that took its place.
 
 The rows of a prompt are kept once for all requests with that prompt, because they depend only on its tokens and on the policy. A
@@ -10,8 +10,9 @@ tapped request computed stay holes, which `take` masks. To avoid them, the engin
 Each row is stamped with the policy version that computed it. A rollout has rows of one version; those of others are holes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,17 +27,26 @@ class _Recording:
     Room for all hidden states is allocated at once; the operating system commits memory only for rows that are written.
     """
 
-    def __init__(self, length: int, like: Tensor):
-        self.hidden = like.new_empty((length, like.shape[1]))
-        self.token_ids = torch.full((length,), UNWRITTEN)
-        self.versions = torch.full((length,), UNWRITTEN)
+    def __init__(self, length: int, num_bytes: int, dtype: torch.dtype):
+        """num_bytes: of the hidden states of one position."""
+        self.hidden = torch.empty((length, num_bytes // dtype.itemsize), dtype=dtype)
+        self._bytes = as_bytes(self.hidden)
+        self.token_ids = np.full(length, UNWRITTEN)
+        self.versions = np.full(length, UNWRITTEN)
 
-    def write(self, first: int, token_ids: Tensor, hidden: Tensor, version: int) -> None:
+    def write(self, first: int, token_ids: np.ndarray, hidden: Sequence[np.ndarray], version: int) -> None:
         """Keep rows from position `first` on. Rows of drafts that were verified beyond the end of a response are dropped."""
-        num = len(self.token_ids[first : first + len(token_ids)])
+        num, column = len(self.token_ids[first : first + len(token_ids)]), 0
         self.token_ids[first : first + num] = token_ids[:num]
-        self.hidden[first : first + num] = hidden[:num]
+        for part in hidden:  # numpy copies in this thread alone and lets the engine's go on meanwhile
+            self._bytes[first : first + num, column : column + part.shape[1]] = part[:num]
+            column += part.shape[1]
         self.versions[first : first + num] = version
+
+
+def as_bytes(hidden: Tensor) -> np.ndarray:
+    """Return the memory of hidden states [n, W] as an array of bytes, because numpy has no bfloat16."""
+    return hidden.view(torch.uint8).numpy()
 
 
 class FeatureTap:
@@ -45,6 +55,10 @@ class FeatureTap:
     def __init__(self) -> None:
         self.policy_version = 0
         """Policy version that rows are stamped with. Whoever loads new policy weights sets it."""
+        self.changes = 0
+        """Grows whenever the tapped requests change."""
+        self.dropped = 0
+        """Number of rollouts that were dropped since the last reading."""
         self._requests: dict[str, TapRequest] = {}
         self._prompts: dict[str, _Recording] = {}
         self._responses: dict[str, _Recording] = {}
@@ -53,25 +67,57 @@ class FeatureTap:
     def is_recording(self) -> bool:
         return bool(self._requests)
 
+    def names(self) -> set[str]:
+        """Return the names of the tapped requests."""
+        return set(self._requests)
+
     def start(self, requests: Mapping[str, TapRequest]) -> None:
         """Also tap these requests, by name, until each is taken. Rows of all other requests are ignored."""
         self._requests |= requests
+        self.changes += 1
 
-    def record(self, name: str, first: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Keep rows of one request from position `first` on. token_ids [n], hidden [n, A*H + H]."""
+    def drop(self, names: Collection[str]) -> None:
+        """Forget requests of which rows were lost: a rollout is kept whole or not at all."""
+        self.dropped += sum(self._forget(name) is not None for name in names)
+
+    def record(
+        self,
+        name: str,
+        first: int,
+        token_ids: np.ndarray,
+        hidden: Sequence[np.ndarray],
+        dtype: torch.dtype,
+        version: int,
+    ) -> None:
+        """Keep rows of one request from position `first` on.
+
+        token_ids [n]. hidden: the bytes of hidden states of this dtype, [n, ...] each, which side by side are the rows.
+        """
         request = self._requests.get(name)
         if request is None:
             return
-        length = request.prompt_length
+        length, size = request.prompt_length, sum(part.shape[1] for part in hidden)
         num = max(0, length - first)
         if num:
             if request.prompt not in self._prompts:
-                self._prompts[request.prompt] = _Recording(length, hidden)
-            self._prompts[request.prompt].write(first, token_ids[:num], hidden[:num], self.policy_version)
+                self._prompts[request.prompt] = _Recording(length, size, dtype)
+            self._prompts[request.prompt].write(first, token_ids[:num], [h[:num] for h in hidden], version)
         if num < len(token_ids):
             if name not in self._responses:
-                self._responses[name] = _Recording(request.max_new_tokens, hidden)
-            self._responses[name].write(max(0, first - length), token_ids[num:], hidden[num:], self.policy_version)
+                self._responses[name] = _Recording(request.max_new_tokens, size, dtype)
+            rows = [h[num:] for h in hidden]
+            self._responses[name].write(max(0, first - length), token_ids[num:], rows, version)
+
+    def _forget(self, name: str) -> tuple[TapRequest, _Recording | None, _Recording | None] | None:
+        """Remove a request, and return it with what was recorded of its prompt and of its response. None if it is not tapped."""
+        request, response = self._requests.pop(name, None), self._responses.pop(name, None)
+        if request is None:
+            return None
+        self.changes += 1
+        prompt = self._prompts.get(request.prompt)
+        if prompt is not None and all(other.prompt != request.prompt for other in list(self._requests.values())):
+            del self._prompts[request.prompt]
+        return request, prompt, response
 
     def take(self, name: str, token_ids: Tensor, policy_version: int) -> tuple[Tensor, Tensor] | None:
         """Return (hidden [T, A*H + H], mask [T]) of a finished request and forget it, or None if nothing of it was tapped.
@@ -79,20 +125,17 @@ class FeatureTap:
         token_ids [T]: the whole rollout, prompt and response. A row that was recorded for another token or computed by another
         policy version is a hole. The rows of a prompt are kept until the last request with it is taken.
         """
-        request = self._requests.pop(name, None)
-        response = self._responses.pop(name, None)
-        if request is None or request.prompt not in self._prompts:
+        if (forgotten := self._forget(name)) is None or (prompt := forgotten[1]) is None:
             return None
-        prompt = self._prompts[request.prompt]
-        if all(other.prompt != request.prompt for other in self._requests.values()):
-            del self._prompts[request.prompt]
-        hidden = prompt.hidden.new_zeros((len(token_ids), prompt.hidden.shape[1]))
-        mask = torch.zeros(len(token_ids), dtype=torch.bool)
+        request, _, response = forgotten
+        hidden = prompt.hidden.new_empty((len(token_ids), prompt.hidden.shape[1]))
+        mask, given = np.zeros(len(token_ids), bool), token_ids.numpy()
         for recording, part in ((prompt, slice(request.prompt_length)), (response, slice(request.prompt_length, None))):
             if recording is not None:
-                num = len(token_ids[part])
+                num = len(given[part])
                 hidden[part] = recording.hidden[:num]
                 of_version = recording.versions[:num] == policy_version
-                mask[part] = (recording.token_ids[:num] == token_ids[part]) & of_version
+                mask[part] = (recording.token_ids[:num] == given[part]) & of_version
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
-        return hidden.masked_fill(~mask[:, None], 0), mask
+        hidden[np.flatnonzero(~mask)] = 0
+        return hidden, torch.from_numpy(mask)

@@ -138,6 +138,7 @@ class EngineWorker:
         taken = (hook.take(name, *rollout[:3], *common, *rollout[3:]) for name, rollout in rollouts.items())
         records = [record for record in taken if record is not None]
         seconds, hook.tap_seconds = hook.tap_seconds, 0.0
+        dropped, hook.tap.dropped = hook.tap.dropped, 0
         if records:
             write_records(path, records)
         return {
@@ -146,6 +147,7 @@ class EngineWorker:
             "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is no hole
             "num_bytes": Path(path).stat().st_size if records else 0,
             "record_seconds": seconds,
+            "num_dropped": dropped,
         }
 
     def read_prompts(self, on: bool) -> None:

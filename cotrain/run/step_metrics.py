@@ -42,6 +42,7 @@ def rollout_metrics(
             "rollout/feature_holes": stats["num_holes"] / tapped,
             "rollout/tap_overhead": stats["record_seconds"] / (window.seconds * num_engines),
             "rollout/feature_bytes_per_token": stats["num_bytes"] / tapped,
+            "rollout/dropped_features": stats.get("num_dropped", 0.0),
         }
     return metrics
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from cotrain.engine.tap import FeatureTap
+from cotrain.engine.tap import FeatureTap, as_bytes
 from cotrain.engine.tap_admission import TapRequest
 
 WIDTH = 8
@@ -29,7 +29,9 @@ def hidden_at(positions: torch.Tensor, salt: float = 0.0) -> torch.Tensor:
 
 def record(tap: FeatureTap, start: int, stop: int, request_id: str = "a", salt: float = 0.0, token_shift: int = 0):
     positions = torch.arange(start, stop)
-    tap.record(request_id, start, token_at(positions) + token_shift, hidden_at(positions, salt))
+    token_ids, halves = token_at(positions) + token_shift, hidden_at(positions, salt).split(WIDTH // 2, dim=1)
+    rows = [as_bytes(half) for half in halves]
+    tap.record(request_id, start, token_ids.numpy(), rows, halves[0].dtype, tap.policy_version)
 
 
 def take(tap: FeatureTap, length: int, request_id: str = "a", policy_version: int = 0):

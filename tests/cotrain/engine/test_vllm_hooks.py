@@ -1,14 +1,19 @@
 """Hooks into the model runner, with a runner that has what they read of it; the engine tests run them in vLLM."""
 
+from collections import UserList
+from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cotrain.engine import hooks as vllm_hooks
-from cotrain.engine.hooks import Rows
+from cotrain.engine import tap_ring
+from cotrain.engine.hooks import Rows, TapHook
 from cotrain.engine.interface import wrap
+from cotrain.engine.tap_admission import TapRequest
 
 AUX = [torch.randn(6, 4), torch.randn(6, 4)]  # one row of padding
 HIDDEN = torch.randn(6, 4)
@@ -60,11 +65,42 @@ def draft(runner: Runner, num_speculative_tokens: int, aux_hidden=AUX, verified=
 
 def hooked(is_tapping: bool, reads_prompts: bool = False) -> tuple[Runner, list]:
     """The runner, and the rows that the tap was given."""
-    runner, tapped = Runner(), []
+    runner = Runner()
     hook = vllm_hooks.DraftingHook(runner)
-    hook.tap = SimpleNamespace(is_recording=is_tapping, record=lambda *row: tapped.append(Rows(*row)))
     hook.reads_prompts = reads_prompts
-    return runner, tapped
+    return runner, tapping(hook, [NAMES[i] for i in range(2 * is_tapping)])
+
+
+NAMES = ("b1r0", "b1r1")
+
+
+def tapping(hook: TapHook, names: Sequence[str]) -> "Tapped":
+    """Let the hook tap these requests, and return the rows that the tap is given."""
+    hook.tap.start({name: TapRequest(name, 10, 10) for name in names})
+    rows = Tapped(hook)
+
+    def keep(name, first, token_ids, hidden, dtype, version) -> None:
+        states = torch.cat([torch.from_numpy(part.copy()).view(dtype) for part in hidden], 1)
+        rows.data.append(Rows(name, first, torch.from_numpy(token_ids.copy()), states))
+
+    hook.tap.record = keep
+    return rows
+
+
+class Tapped(UserList):
+    """Rows that the tap was given, complete whenever they are looked at."""
+
+    def __init__(self, hook: TapHook):
+        super().__init__()
+        self.hook = hook
+
+    def __len__(self) -> int:
+        self.hook.settle()
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.hook.settle()
+        return self.data[index]
 
 
 PROMPTS = {
@@ -240,6 +276,62 @@ def test_rows_do_not_change_with_the_runners_buffers():
     draft(runner, 2)
     runner.input_ids.gpu.zero_()
     assert tapped[0].token_ids.tolist() == [11, 12, 13]
+
+
+def test_rows_of_untapped_requests_are_left_out_and_a_batch_may_change():
+    runner = Runner()
+    hook = vllm_hooks.DraftingHook(runner)
+    tapped = tapping(hook, ["b1r1"])
+    draft(runner, 2)
+    runner.input_batch.req_ids = runner.input_batch.req_ids[::-1]
+    draft(runner, 2)
+    runner.input_batch.req_ids = ["other-0", "another-1"]
+    draft(runner, 2)
+    assert [(rows.request, rows.first_position, rows.token_ids.tolist()) for rows in tapped] == [
+        ("b1r1", 3, [21, 22]),
+        ("b1r1", 7, [11, 12, 13]),
+    ]
+
+
+def test_rows_carry_the_policy_version_of_their_step():
+    runner = Runner()
+    hook = vllm_hooks.DraftingHook(runner)
+    versions, gate = [], Event()
+    hook.tap.start({"b1r0": TapRequest("p", 10, 10)})
+    hook.tap.record = lambda *row: (gate.wait(10), versions.append(row[-1]))
+    for hook.tap.policy_version in (4, 5):
+        draft(runner, 2)
+    gate.set()
+    hook.settle()
+    assert versions == [4, 5]
+
+
+def test_a_tap_that_cannot_keep_up_drops_whole_rollouts(monkeypatch):
+    runner = Runner()
+    hook = vllm_hooks.DraftingHook(runner)
+    hook.tap.start({name: TapRequest(name, 10, 10) for name in NAMES})
+    gate, record = Event(), hook.tap.record
+    hook.tap.record = lambda *row: (gate.wait(10), record(*row))
+    monkeypatch.setattr(tap_ring, "MOST_WAITING_BYTES", 2 * 3 * 6 * 4 * 4)
+    draft(runner, 2)
+    draft(runner, 2)
+    runner.input_batch.req_ids = ["b1r0-0a1b2c3d", "untapped-0"]
+    draft(runner, 2)
+    gate.set()
+    hook.settle()
+    assert hook.tap.dropped == 1 and hook.tap.names() == {"b1r1"}
+    assert hook.tap.take("b1r0", torch.arange(10), 0) is None
+    assert hook.tap.take("b1r1", torch.arange(10), 0) is not None
+
+
+def test_what_the_thread_raises_is_raised_in_a_later_call():
+    runner = Runner()
+    hook = vllm_hooks.DraftingHook(runner)
+    hook.tap.start({"b1r0": TapRequest("p", 10, 10)})
+    hook.tap.record = lambda *row: 1 / 0
+    draft(runner, 2)
+    with pytest.raises(ZeroDivisionError):
+        hook.settle()
 
 
 def test_vllm_puts_its_own_suffix_on_request_ids():

@@ -1,0 +1,127 @@
+"""Takes the rows of tapped requests out of an engine step, and hands them to the tap in a thread beside the steps.
+
+A step does no more than find out which rows it wants, copy their positions and token ids, and see to it that their hidden states
+stay as they are. On a CPU the model makes new hidden states in each step, so the thread holds on to them and copies later. On a
+GPU a CUDA graph overwrites them in the next step, so they are gathered on the device, by the stream that computes, and copied
+to pinned memory by a stream of their own. PyTorch keeps pinned memory for reuse, so steps take turns in the same few blocks.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cotrain.engine.tap import FeatureTap, as_bytes
+
+MOST_WAITING_BYTES = 512 * 2**20
+"""Most bytes of hidden states that wait for the thread. One step may always wait, however large it is."""
+
+
+class Step(NamedTuple):
+    """What waits for the thread: the rows of R tapped requests, n in all."""
+
+    names: list[str]
+    sizes: np.ndarray  # [R] rows of each request
+    starts: np.ndarray  # [R] each request's first row in `hidden`
+    positions: Any  # [n] array; on a GPU a pinned tensor, as are the token ids
+    token_ids: Any  # [n]
+    hidden: list[Tensor]  # side by side, their columns are a row
+    version: int
+    ready: Any  # event after which the tensors can be read, or None
+
+
+class TapRing:
+    """Between the model runner and the tap. All methods but the thread's own are called by the engine's thread."""
+
+    def __init__(self, tap: FeatureTap, name_of: Callable[[str], str]):
+        self._tap, self._name_of = tap, name_of
+        self._thread = ThreadPoolExecutor(1, "cotrain-tap")
+        self._waiting = deque[tuple[Future[None], int]]()
+        self._batch: tuple[list[str], int] = ([], -1)  # request ids of the last step, and the tap's changes by then
+        self._ids: dict[str, str] = {}  # vLLM's ids of tapped requests, by name
+        self._names, self._numbers = list[str](), np.zeros(0, np.int64)
+        self._stream: Any = None
+
+    def add(
+        self, ids: list[str], starts: np.ndarray, positions: Tensor, input_ids: Tensor, hidden: list[Tensor]
+    ) -> None:
+        """Keep the rows of a step for the tap. Its tapped requests are dropped whole when too much waits.
+
+        ids [R] and starts [R + 1]: vLLM's requests and the rows where they begin and end; positions, input_ids and hidden by row.
+        """
+        self._find(ids)
+        if not self._names:
+            return
+        first = starts[self._numbers].astype(np.int64)
+        sizes = starts[self._numbers + 1] - first
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        rows = np.repeat(first, sizes) + within
+        gathers = hidden[0].device.type != "cpu"
+        size = sum(h[0].nbytes * len(rows) if gathers else h.nbytes for h in hidden)
+        while self._waiting and self._waiting[0][0].done():
+            self._waiting.popleft()[0].result()  # raises what the thread has raised
+        if self._waiting and sum(waits for _, waits in self._waiting) + size > MOST_WAITING_BYTES:
+            self._waiting.append((self._thread.submit(self._tap.drop, self._names), 0))
+            return
+        if gathers:
+            step = self._gathered(rows, sizes, positions, input_ids, hidden)
+        else:
+            numbers = positions.numpy()[rows], input_ids.numpy()[rows]
+            step = Step(self._names, sizes, first, *numbers, hidden, self._tap.policy_version, None)
+        self._waiting.append((self._thread.submit(self._empty, step), size))
+
+    def settle(self) -> None:
+        """Wait until the tap has all rows of earlier steps. Raises what the thread has raised."""
+        self._thread.submit(lambda: None).result()
+        while self._waiting:
+            self._waiting.popleft()[0].result()
+
+    def _find(self, ids: list[str]) -> None:
+        """Look up the tapped requests of a batch. Only new requests are looked at, and tapped ones when the batch has changed."""
+        seen, changes = self._batch
+        if ids == seen and changes == self._tap.changes:
+            return
+        tapped = self._tap.names()
+        self._ids = {name: self._ids[name] for name in tapped if name in self._ids}
+        for internal in set(ids).difference(seen if changes == self._tap.changes else ()):
+            if (name := self._name_of(internal)) in tapped:
+                self._ids[name] = internal
+        number = dict(zip(ids, range(len(ids)), strict=True))
+        self._names = [name for name, internal in self._ids.items() if internal in number]
+        self._names.sort(key=lambda name: number[self._ids[name]])
+        self._numbers = np.array([number[self._ids[name]] for name in self._names], np.int64)
+        self._batch = list(ids), self._tap.changes
+
+    def _gathered(
+        self, rows: np.ndarray, sizes: np.ndarray, positions: Tensor, input_ids: Tensor, hidden: list[Tensor]
+    ) -> Step:
+        """Gather rows on a GPU, and let them follow to pinned memory on a stream of their own."""
+        self._stream = self._stream or torch.cuda.Stream()
+        index = torch.from_numpy(rows).pin_memory().to(hidden[0].device, non_blocking=True)
+        states = torch.cat([h.index_select(0, index) for h in hidden], dim=-1)
+        gathered = states, positions.index_select(0, index), input_ids.index_select(0, index)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies = [
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in gathered
+            ]
+            ready = self._stream.record_event()
+        for tensor in gathered:
+            tensor.record_stream(self._stream)
+        starts = np.cumsum(sizes) - sizes
+        return Step(self._names, sizes, starts, copies[1], copies[2], copies[:1], self._tap.policy_version, ready)
+
+    def _empty(self, step: Step) -> None:
+        """Run in the thread: give the tap each request's rows."""
+        if step.ready is not None:
+            step.ready.synchronize()
+        positions, token_ids = np.asarray(step.positions), np.asarray(step.token_ids)
+        states, dtype, place = [as_bytes(h) for h in step.hidden], step.hidden[0].dtype, 0
+        for name, size, start in zip(step.names, step.sizes.tolist(), step.starts.tolist(), strict=True):
+            rows = [h[start : start + size] for h in states]
+            self._tap.record(name, int(positions[place]), token_ids[place : place + size], rows, dtype, step.version)
+            place += size
