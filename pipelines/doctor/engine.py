@@ -26,14 +26,14 @@ greedy text."""
 
 HOST = """
 import os, sys, time
-from cotrain.transport.spool import VARIABLE, Spool, read_json
+from cotrain.transport.spool import VARIABLE, Offer, Spool, read_json
 from vllm import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], dtype=sys.argv[2], max_model_len=256, kv_cache_memory_bytes=2**28, enforce_eager=sys.argv[2] == "float32")
 prompts = [{"prompt_token_ids": [40 + (7 * i + 3 * j) % 80 for j in range(12)]} for i in range(16)]
 greedy, current = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True), Spool(os.environ[VARIABLE]).current
 texts, started = [], time.monotonic()
-while not texts or ((read_json(current) or {"version": 0})["version"] < 2 and time.monotonic() - started < 300):
+while not texts or ((read_json(current, Offer) or Offer()).version < 2 and time.monotonic() - started < 300):
     texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)])
 print(sum(map(list.__ne__, texts[0], texts[-1])), "of 16 texts changed")
 """

@@ -107,7 +107,7 @@ def test_an_update_in_mid_generation_leaves_no_mixed_rollout(
 HOOK = "cotrain.engine.model_runner_v2"
 
 
-@pytest.mark.parametrize("fault", ["SpeculatorHook.propose", "SpeculatorHook._layout", "_own_states"])
+@pytest.mark.parametrize("fault", ["SpeculatorHook.propose", "SpeculatorHook._layout", "SpeculatorHook.__init__"])
 def test_a_fault_in_the_hook_leaves_the_host_its_text(
     fault: str, texts: list[list[int]], target_folder: Path, untrained_drafter: Drafter, tmp_path: Path
 ) -> None:
@@ -117,5 +117,5 @@ def test_a_fault_in_the_hook_leaves_the_host_its_text(
         sidecar = SidecarV2(host, spool)
         assert sidecar.drafts()[0] == texts and sidecar.drafts() == (texts, 0, 0)
         state = read_json(sidecar.engine.state, State)
-    expected = "planted" if fault == "_own_states" else "have failed"
+    expected = "planted" if fault == "SpeculatorHook.__init__" else "have failed"
     assert expected in state.reason

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from cotrain.engine.speculation.step_costs import step_ratios
 from cotrain.simulation.step_time import MeasuredCells
 
 POWER = {(k, batch): (1 + k) * batch**0.5 for k in (0, 2) for batch in (2, 8, 32)}
@@ -43,13 +42,6 @@ def test_noise_never_makes_a_step_with_drafts_cheaper_than_one_without() -> None
         times = [seconds(cost, k, batch) for k in range(8)]
         assert times == sorted(times)
     assert seconds(cost, 3, 1) == pytest.approx(0.224), "what is not contradicted stays as it was measured"
-
-
-def test_the_engines_own_table_says_the_same_between_its_cells() -> None:
-    cells = {(k, batch): 0.02 + 0.004 * k + 0.001 * batch * (k + 1) for k in range(4) for batch in (1, 4, 16)}
-    ratios, cost = step_ratios(3, 16, {cell: [s] for cell, s in cells.items()}), MeasuredCells(cells)
-    batches = np.arange(1.0, 17.0)
-    assert ratios == pytest.approx(np.stack([cost.base(k, batches) for k in range(4)]) / cost.base(0, batches))
 
 
 def test_prompts_cost_what_the_rate_says_and_nothing_without_one() -> None:
