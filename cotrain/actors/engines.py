@@ -15,7 +15,7 @@ from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import Reply
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.records import Rollout, RolloutRequest, StepTotal, SwapReport, WeightPayload, Window
+from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload, Window
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
@@ -226,10 +226,6 @@ class RolloutEngines(Replicas):
     def set_num_speculative_tokens(self, num: int | None) -> None:
         """See RolloutEngine.set_num_speculative_tokens."""
         self._set(RolloutEngine.set_num_speculative_tokens, num)
-
-    def learn_costs(self, steps: list[StepTotal]) -> None:
-        """See RolloutEngine.learn_costs."""
-        self.call_all(RolloutEngine.learn_costs, steps)
 
     def _set(self, method: Method[P, T], *args: P.args, **options: P.kwargs) -> dict[int, T]:
         """Make a call with a lasting effect, which an engine that is started again gets too."""

@@ -71,11 +71,6 @@ class RolloutEngine(UpdatableEngine):
         # A request for which the drafter proposes nothing now may be drafted for later.
         await self.on_workers(EngineWorker.read_prompts, self._chooses or (has_history and num_speculative_tokens != 0))
 
-    async def learn_costs(self, steps: list[StepTotal]) -> None:
-        """Learn what draft lengths cost from steps of an engine like this one. It knows nothing yet, and chooses the length."""
-        if self._chooses:
-            await self.in_scheduler(DraftLengths.learn_costs, [list(step) for step in steps])
-
     async def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
         if not self.spec.speculates:

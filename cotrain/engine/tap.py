@@ -1,7 +1,7 @@
 """The feature tap: the hidden states of every verified token, kept as the engine computes them.
 
-It runs inside the vLLM worker and knows nothing of vLLM. A thread of `tap_ring.py` gives it the rows of each step. Rows are written by absolute position, so the row of a rejected draft
-token is overwritten by the row of the token that took its place.
+It runs inside the vLLM worker and knows nothing of vLLM. A thread of `tap_ring.py` gives it the rows of each step. Rows are
+written by absolute position, so the row of a rejected draft token is overwritten by the row of the token that took its place.
 
 The rows of a prompt are kept once for all requests with that prompt, because they depend only on its tokens and on the policy. A
 request whose prompt was in the prefix cache computes no rows for it, and uses those that another request computed. Rows that no

@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -249,10 +249,9 @@ class Cluster:
 
     def next_arrival(self, seconds: float) -> Arrival | None:
         """Wait `seconds` at most for a watched call that has ended, and return the one that ended first."""
-        try:
+        with suppress(Empty):
             return self._arrivals.get(timeout=seconds)
-        except Empty:
-            return None
+        return None
 
     def result(self, arrival: Arrival) -> Any:
         """Return the result of a call that has ended, or raise what `get` does."""
@@ -292,7 +291,9 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Where Ray offers no clusters, its processes listen on loopback; _node_ip_address="127.0.0.1" would not do that.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        stack.callback(os.environ.pop, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)  # this process may join a cluster later
+        stack.callback(
+            os.environ.pop, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None
+        )  # this process may join a cluster later
         temporary = tempfile.gettempdir()
         base = Path(temporary if len(temporary.encode()) <= LONGEST_TMPDIR else "/tmp")
         # The roles take turns on the cores, so there may be more of them than cores.

@@ -129,12 +129,6 @@ def leave_out(cut, order, following, rest, reached, most):
 
 
 @_compiled
-def copy(source, target):
-    """Copy an array; other threads go on meanwhile."""
-    target[:] = source
-
-
-@_compiled
 def _bound(text, order, low, high, back, token):
     """Return the first index in order[low:high] whose token `back` positions earlier is not below `token`."""
     while low < high:

@@ -308,7 +308,7 @@ def without(segment: Segment, cut: int) -> Pieces[Segment]:
 
 
 def copied(source: Tokens, target: Tokens) -> Pieces[None]:
-    """Copy an array."""
+    """Copy an array; numpy lets other threads go on meanwhile."""
     for start in range(0, len(source), 8 * PIECE):
-        frequencies.copy(source[start : start + 8 * PIECE], target[start : start + 8 * PIECE])
+        target[start : start + 8 * PIECE] = source[start : start + 8 * PIECE]
         yield min(len(source) - start, 8 * PIECE) // 8

@@ -15,18 +15,14 @@ from cotrain.process.children import two_stage_stop
 from cotrain.process.cluster import Cluster
 from cotrain.process.stopping import stop_at_once
 from cotrain.process.threads import num_cores
-from cotrain.records import StepTotal
 from cotrain.run.checkpoint import model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned
 from cotrain.run.mlflow_store import tracking_uri, uri_argument
 from cotrain.run.provenance import write_provenance
-from cotrain.run.rows import RowFile, read_rows
+from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import Task, build_task, fingerprint
 from cotrain.tasks.prompts import PromptOrder
-
-RESUMED_ROWS = 20
-"""Steps of the run before a resume from which its engines learn what draft lengths cost."""
 
 
 def train(config: RunConfig, resume: bool) -> int:
@@ -69,8 +65,6 @@ def train(config: RunConfig, resume: bool) -> int:
                 lambda: stack.enter_context(run.open_tracker(config, run_dir, state, console)),
             )  # fmt: skip
         roles.engines.set_num_speculative_tokens(None)  # the engines choose, if they may
-        if state.step:
-            roles.engines.learn_costs(last_engine_steps(run_dir.steps))
         console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
         order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
         records = run.Records(metrics, decisions, events, steps, tracker, console)
@@ -79,12 +73,6 @@ def train(config: RunConfig, resume: bool) -> int:
         check = run.final_check(controller) if finished else None
         run.finish(controller, finished, check)
         return 0 if check is None or check.passed else 1
-
-
-def last_engine_steps(path: Path) -> list[StepTotal]:
-    """What the engines' steps took in the last rows of steps.jsonl."""
-    rows = read_rows(path)[-RESUMED_ROWS:]
-    return [StepTotal(*total) for row in rows for totals in row.get("engines", {}).values() for total in totals]
 
 
 def banner(

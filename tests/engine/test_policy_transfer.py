@@ -99,7 +99,7 @@ def next_policy(roles: tuple[RolloutEngines, Policy, Nodes, Any], version: int) 
 def compare_all(roles: tuple[RolloutEngines, Policy, Nodes, Any], folder: Path) -> WeightPayload:
     """Both engines serve what the learner has. Returns all of it."""
     at, learner, nodes, _ = roles
-    learner.save(folder)
+    learner.finish(learner.begin_save(folder))
     whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
         looks = whole.path, whole.digests, turn, True

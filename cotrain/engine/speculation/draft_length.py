@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cotrain.engine.speculation.served_acceptance import ServedAcceptance
-from cotrain.engine.speculation.step_costs import NOISE, Array, StepCosts, ratio_at
+from cotrain.engine.speculation.step_costs import Array, StepCosts, ratio_at
 from cotrain.engine.speculation.trials import BLOCK_STEPS, Trials
-from cotrain.records import GainReport, StepTotal
+from cotrain.records import GainReport
 
 PROBE_STEPS = 64
 """Beside an index of rollouts, one step in so many drafts from one proposer in turn whether it pays or not, so that one that has
@@ -74,7 +74,8 @@ class Sums:
 class DraftLengths:
     """Chooses a draft length from 0 to K for each batch size. It stays at K until `choose_among`.
 
-    Where history is among the proposers, the worker decides in each step whether history or the drafter proposes.
+    Where history is among the proposers, the worker decides in each step whether history or the drafter proposes. The 14 attributes
+    are what is believed of acceptance and costs, what was chosen, and the step that runs.
     """
 
     def __init__(self, max_speculative_tokens: int, max_batch: int):
@@ -113,16 +114,6 @@ class DraftLengths:
             self._costs = StepCosts(self.max_speculative_tokens, len(self._chosen), proposers)
         self._fixed = None
         self._decide()
-
-    def learn_costs(self, steps: Sequence[Sequence[Any]]) -> None:
-        """Learn what draft lengths cost from steps of an engine like this one. steps: the fields of StepTotals, the last ones last."""
-        if self._costs is not None and self._costs.proposers == ("drafter",):
-            for total in (StepTotal(*step) for step in steps):
-                if total.kind == "steady":
-                    seconds, noise = total.seconds / total.num_steps, NOISE / total.num_steps**0.5
-                    self._costs.observe("drafter", total.num_speculative_tokens, total.batch, seconds, noise)
-            self._costs.pause()
-            self._decide()
 
     def fix_num_speculative_tokens(self, num_speculative_tokens: int) -> None:
         """Use this length at every batch size."""

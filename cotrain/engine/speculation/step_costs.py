@@ -61,12 +61,12 @@ class StepCosts:
             self._errors[part, part] = COST_ERROR**2 * alike.reshape(block, block)
         self._drift = np.r_[PACE_DRIFT**2, np.zeros(len(sizes)), np.full(size - first, COST_DRIFT**2)]
 
-    def observe(self, proposer: str, length: float, batch: int, seconds: float, noise: float = NOISE) -> None:
+    def observe(self, proposer: str, length: float, batch: int, seconds: float) -> None:
         """Learn from a step that drafts and verifies so many tokens of each request, on average."""
         row, errors = self._row(proposer, length, batch), self._errors
         errors.flat[:: len(row) + 1] += self._drift
         spread = errors @ row
-        variance = float(row @ spread) + noise**2
+        variance = float(row @ spread) + NOISE**2
         bound = OUTLIER * variance**0.5
         surprise = float(np.log(seconds) - row @ self._mean)
         if abs(surprise) > bound:  # the next step tells whether the machine has become another one

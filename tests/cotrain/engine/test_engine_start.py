@@ -17,7 +17,7 @@ from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, 
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.engine.tap_admission import TapRequest
-from cotrain.records import GainReport, Rollout, RolloutRequest, StepTotal, Versions
+from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
 from drafters.base import ServingSpec
 
 K = 2
@@ -265,10 +265,9 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
     assert asyncio.run(engine.in_scheduler(DraftLengths.new_drafter, [0.5, 0.3])) is None
     assert asyncio.run(engine.in_scheduler(DraftLengths.begin, False)) is None
     assert asyncio.run(engine.set_num_speculative_tokens(None)) is None
-    before = asyncio.run(engine.describe_speculation())
-    assert "fixed" not in before and core.scheduler.draft_lengths._costs.proposers == ("drafter",)
-    asyncio.run(engine.learn_costs([StepTotal(k, 8, "steady", 20, 160, 1.0 + 9 * k) for k in (0, 1)]))
-    assert asyncio.run(engine.describe_speculation()) != before
+    assert "fixed" not in asyncio.run(
+        engine.describe_speculation()
+    ) and core.scheduler.draft_lengths._costs.proposers == ("drafter",)
 
 
 WRITTEN = "I think <answer>4</answer><note>so</note> it is"

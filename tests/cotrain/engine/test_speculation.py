@@ -299,24 +299,6 @@ def test_full_length_until_the_engine_may_choose() -> None:
     assert lengths[200:].count(0) > 180
 
 
-def test_a_resumed_run_knows_what_its_steps_cost() -> None:
-    """By the totals that the run has recorded, which are of blocks of a few steps in between."""
-    before = engine_of(GOOD, learnt=False)
-    before.rule.choose_among(["drafter"])
-    recorded = []
-    for _ in range(10):
-        before.drain(np.geomspace(20, 300, 16).tolist())
-        recorded += before.rule.report()["steps"]
-    engine = engine_of(GOOD, learnt=False)
-    engine.rule.choose_among(["drafter"])
-    engine.rule.learn_costs(recorded)
-    engine.rule.new_drafter(np.cumprod(GOOD).tolist())
-    for batch in (1, 4, 16):
-        assert (engine.rule._costs.errors("drafter", batch) < 0.15).all()
-        chosen = speed_of_fixed(CPU, GOOD, batch, engine.rule._chosen[batch - 1])
-        assert chosen > 0.95 * best_fixed(CPU, GOOD, batch)
-
-
 def test_nothing_is_learnt_from_another_sampling() -> None:
     """Such as greedy text."""
     engine = engine_of(GOOD)
