@@ -85,7 +85,7 @@ class PolicyConfig(Section):
     @property
     def sends_without_file(self) -> bool:
         """Whether weights go from the learner's memory to the engines; False while "auto" is not resolved."""
-        return self.weight_transfer in ("nccl", "ipc")
+        return self.weight_transfer not in ("auto", "files")
 
 
 class HistoryConfig(Section):

