@@ -147,7 +147,7 @@ def test_a_tied_draft_model_that_is_the_whole_policy_is_always_right(
     assert lengths[0] == lengths[2] > 3.9 and lengths[1] < 2.5
 
 
-@pytest.mark.long  # test_mimo_run.py has a run with a drafter that is no EAGLE-3
+@pytest.mark.long  # test_runs.py has a run
 def test_a_run_cuts_trains_publishes_and_registers_it(tmp_path: Path) -> None:
     printed = train(tmp_path, "configs/smoke.toml", "drafter.model.type=draft_model")
     assert "draft_model from layers of the policy" in printed

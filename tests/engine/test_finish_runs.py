@@ -7,7 +7,7 @@ import pytest
 from tests.engine.runs import metrics_of, train
 from tests.engine.stream_runs import AHEAD, P, check_stream, events_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_stream_runs.py has a run with lag
 
 UPDATES, STEPS = 24, 6
 

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.native_runs import Native, check_export, check_training, run_on
 from tests.engine.runs import train
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_runs.py has a run, test_mtp_head.py such a head
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,12 @@ def test_a_run_trains_publishes_and_registers_the_native_head(native: Native, fi
     check_training(native, *finished)
 
 
-@pytest.mark.long  # test_runs.py has a drafter of a run in stock vLLM
 def test_the_export_is_one_model_that_stock_vllm_speculates_with(
     native: Native, finished: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_export(native, finished[0], tmp_path / "exported", capsys)
 
 
-@pytest.mark.long
 def test_it_resumes(finished: tuple[Path, str]) -> None:
     root, _ = finished
     assert "Done: 4 of 4 steps" in train(root, "--resume", "smoke", "steps=4")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.native_runs import Native, check_export, check_training, run_on
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_mimo_run.py has a run with a head of the policy's own
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_runs.py has a run
 
 
 @pytest.fixture(scope="module")
