@@ -86,7 +86,7 @@ class Coming(NamedTuple):
     path: str
     """Where it will be."""
     reference: Any
-    """Of the call that copies it; None if it is there already."""
+    """Ray's reference of the call that copies it; None if it is there already."""
 
 
 class Nodes:

@@ -22,7 +22,7 @@ class Trials:
 
     def __init__(self, max_speculative_tokens: int):
         self.length: int | None = None
-        """Of every request in the present block; None if it drafts what was chosen."""
+        """Draft tokens of every request in the present block; None if it drafts what was chosen."""
         self._longest, self._last, self._debt = max_speculative_tokens, 0, 0.0
 
     def begin_block(self, tokens: Array, ratios: Array, errors: Array) -> None:
