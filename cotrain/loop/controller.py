@@ -242,9 +242,8 @@ class Controller:
             began, ended = policy.last_call
             clock.seconds["update"] = ended - began
             self.records.events.write(step, {"time": ended, "event": "policy updated", "seconds": ended - began})
-            self.roles.reactor.wait(
-                self._heads.references
-            )  # the trainer must have read the file before it is written again
+            # The trainer must have read the file before it is written again.
+            self.roles.reactor.wait(self._heads.references)
             payload = policy.begin_write_payload(self.roles.nodes.scratch[policy.node] / POLICY_FILE)
         if self._training is not None:
             if not self.config.stream.max_policy_lag:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
@@ -122,8 +122,7 @@ class Process:
     has_answered: bool = False
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A call that has ended: its reference, and the future of its result."""
 
     reference: Any

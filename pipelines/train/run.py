@@ -104,6 +104,8 @@ def run_steps(controller: Controller, stop_requested: Callable[[], bool]) -> boo
             failure = f"disk full in step {controller.step + 1} ({full}): {error}. Make room first"
         advice = f"Look into {run_dir.logs}. What was saved is whole: continue with cotrain train {run_dir.resume}"
         raise RunFailure(f"{failure}\n  {advice}") from error
+    finally:
+        gc.unfreeze()  # extension modules complain at the end of the process about what is still there
 
 
 def final_check(controller: Controller) -> GreedyCheck | None:
