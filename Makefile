@@ -43,7 +43,9 @@ test: $(STAMP) ## lint, then all tests but the long ones
 	echo "make test: $$((SECONDS - started)) s"
 
 test-long: $(STAMP) ## other forms of what the tests prove, and long runs, some on several Ray nodes of this machine
-	$(BIN)/python -m pytest -q -m long
+	$(BIN)/python -m pytest -q -m long --ignore tests/engine/test_isolation.py
+	# By itself, because a process that has had a private Ray cannot start a cluster of several nodes.
+	$(BIN)/python -m pytest -q -m long tests/engine/test_isolation.py
 
 test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (1 GB, once)
 	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM)

@@ -290,9 +290,6 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Where Ray offers no clusters, its processes listen on loopback; _node_ip_address="127.0.0.1" would not do that.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        stack.callback(
-            os.environ.pop, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None
-        )  # this process may join a cluster later
         temporary = tempfile.gettempdir()
         base = Path(temporary if len(temporary.encode()) <= LONGEST_TMPDIR else "/tmp")
         # The roles take turns on the cores, so there may be more of them than cores.
