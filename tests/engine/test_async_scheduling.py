@@ -3,6 +3,7 @@
 Each update of the policy preempts all requests while a step is in flight.
 """
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.process.scratch import scratch_folder
+from cotrain.records import RolloutBatch
 from drafters.base import Drafter
 from tests.engine.async_on_cpu import scheduling_is_asynchronous
 from tests.engine.conftest import SERVING, LiveEngine, make_requests, tokens
@@ -46,3 +48,24 @@ def test_greedy_text_is_the_same_at_every_draft_length_and_while_it_changes(
     fresh.run(fresh.engine.set_num_speculative_tokens(None))
     texts.append(tokens(fresh.greedy(requests)))
     assert all(text == texts[0] for text in texts)
+
+
+def test_greedy_text_is_the_same_while_drafting_is_switched_off_and_on(
+    fresh: LiveEngine, fitted_drafter: Drafter
+) -> None:
+    """A step that verifies drafts and proposes none tells the next step how many tokens were accepted."""
+    fresh.send_drafter(fitted_drafter.state_for_serving())
+    requests, engine = make_requests(8), fresh.engine
+    expected = tokens(fresh.greedy(requests, max_tokens=200))
+
+    async def switched() -> RolloutBatch:
+        task = asyncio.create_task(engine.generate(requests, temperature=0.0, seed=None, max_tokens=200))
+        while not task.done():
+            for length in (0, 3):
+                await engine.set_num_speculative_tokens(length)
+                await asyncio.sleep(0.02)
+        return await task
+
+    batch = fresh.run(switched())
+    assert tokens(batch) == expected
+    assert 0 < batch.speculation.num_drafts < sum(len(text) for text in expected)
