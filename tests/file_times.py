@@ -1,5 +1,6 @@
 """Seconds of each test file: printed after a session, recorded for `make lint`, and what the next session starts with.
 
+The first session of a checkout orders its files by `file_seconds.json`, which is committed.
 Times are those of a process with a core of its own, fixtures included; a fixture that several files share counts for
 the file that asked for it first. Tests that are marked `long` may take as long as they want. `python -m tests.file_times`
 fails when a file took more than LONGEST_S and the scatter of times.
@@ -21,6 +22,8 @@ SHOWN = 12
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / ".pytest_cache" / "file_seconds.json"
+COMMITTED = ROOT / "tests" / "file_seconds.json"
+"""The record of `make test` on two quiet cores."""
 
 
 def recorded() -> dict[str, float]:
@@ -61,7 +64,7 @@ class FileTimes:
 
 def longest_first(items: list[pytest.Item]) -> None:
     """Sort tests by the recorded time of their file, so that no long one is started last; new files come first."""
-    seconds = recorded()
+    seconds = json.loads(COMMITTED.read_text()) | recorded()
     items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), sys.maxsize))
 
 

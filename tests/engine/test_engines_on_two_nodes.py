@@ -25,7 +25,7 @@ from tests.engine.conftest import ROOT, SERVING, make_requests, tokens
 from tests.engine.two_nodes import TwoNodes, cut_off
 from tests.engine.watched_run import flip_a_byte
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

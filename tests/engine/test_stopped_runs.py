@@ -61,7 +61,7 @@ def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"no {num_rows} steps in {TIMEOUT_S} s")
 
 
-def test_ctrl_c_in_the_start_then_kill_9_in_mid_step_then_ctrl_c_in_a_step(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_start_and_in_a_step(tmp_path: Path) -> None:
     """On a dataset of which a row is left out. The run is not resumed on another one."""
     run, rows = tmp_path / "smoke", tmp_path / "rows.jsonl"
     sums = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(32)]
@@ -78,21 +78,8 @@ def test_ctrl_c_in_the_start_then_kill_9_in_mid_step_then_ctrl_c_in_a_step(tmp_p
     assert_nothing_left("COTRAIN_TEST_MARKER=stopped-start")
     assert not [*Path("/dev/shm").glob(f"cotrain-*-{process.pid}-*"), *Path("/tmp").glob(f"cotrain-*-{process.pid}-*")]
 
-    process = start(tmp_path, "killed-run", "--resume", "smoke")
-    wait_for_rows(run, 3, process)
-    process.kill()
-    process.wait()
-    assert_nothing_left("COTRAIN_TEST_MARKER=killed-run")
-
-    good = rows.read_text()
-    rows.write_text(good.replace("31 + 1", "31 + 2"))
-    refused = subprocess.run(command(tmp_path, "--resume", "smoke"), capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert refused.returncode == 2 and "task: its prompts or answers changed since the run began" in refused.stderr
-    rows.write_text(good)
-
-    before = len(metrics_of(tmp_path, "smoke"))
     process = start(tmp_path, "stopped-run", "--resume", "smoke", "checkpoint.every=1000")
-    wait_for_rows(run, before + 1, process)
+    wait_for_rows(run, 2, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -103,3 +90,8 @@ def test_ctrl_c_in_the_start_then_kill_9_in_mid_step_then_ctrl_c_in_a_step(tmp_p
     steps = [row["step"] for row in metrics_of(tmp_path, "smoke")]
     assert steps == list(range(1, steps[-1] + 1))
     assert (run / f"checkpoints/step_{steps[-1]:06d}" / "COMPLETE").exists()
+
+    good = rows.read_text()
+    rows.write_text(good.replace("31 + 1", "31 + 2"))
+    refused = subprocess.run(command(tmp_path, "--resume", "smoke"), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert refused.returncode == 2 and "task: its prompts or answers changed since the run began" in refused.stderr

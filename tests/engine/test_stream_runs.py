@@ -1,17 +1,15 @@
 """A run in which generation is ahead of learning is killed and resumed: the bound of the lag, and every group once."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.engine.runs import TIMEOUT_S, command, metrics_of, train
+from tests.engine.runs import TIMEOUT_S, metrics_of, train
 from tests.engine.stream_runs import AHEAD, P, check_stream, events_of
+from tests.engine.test_stopped_runs import assert_nothing_left, start
 
 pytestmark = pytest.mark.engine
 
@@ -24,13 +22,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(root: Path) -> None:
     """Killed in step 5, while groups are generated, scored and waiting; the newest checkpoint is of step 4."""
     arguments = [*AHEAD, "name=killed", "stream.max_policy_lag=1", "rollout.history={}"]
-    process = subprocess.Popen(command(root, *arguments), start_new_session=True, stdout=subprocess.DEVNULL)
+    process = start(root, "killed-run", *arguments)
     deadline = time.monotonic() + TIMEOUT_S
     while not any(row["event"] == "taken" and row["step"] == 5 for row in events_of(root, "killed")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
+    assert_nothing_left("COTRAIN_TEST_MARKER=killed-run")
     saved = json.loads((root / "killed/checkpoints/step_000004/state.json").read_text())["stream"]
     numbers = [row["number"] for row in saved["groups"]]
     assert all(4 * P <= number < 6 * P for number in numbers)

@@ -11,7 +11,7 @@ import torch
 from cotrain.acceptance_stats import drafter_counts, drafter_starts, total_counts
 from cotrain.config.schema import HistoryConfig, RolloutConfig, SpeculationConfig
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
+from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.loop.windows import merge
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch
@@ -24,7 +24,7 @@ from tests.engine.test_sampling import NUM_SAMPLES, Laws, laws, p_values, sample
 pytestmark = pytest.mark.engine
 
 PLANTING = "tests.engine.planted_drafts.PlantingWorker"
-PROPOSERS = ("alone", "mixed")
+PROPOSERS = (pytest.param("alone", marks=pytest.mark.long), "mixed")
 
 
 @pytest.fixture(scope="module", params=PROPOSERS)
@@ -212,19 +212,12 @@ def test_rollouts_and_their_features_say_which_drafts_are_the_drafters(
 
 
 @pytest.mark.parametrize("historian", ["mixed"], indirect=True)
-def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngine) -> None:
-    requests = make_requests(8, seed=41)
-    engine = historian.engine
+def test_the_scheduler_knows_of_steps_in_which_the_drafter_did_not_run(historian: LiveEngine) -> None:
+    """Such steps have prices of their own: see test_speculation.py."""
+    requests, engine = make_requests(8, seed=41), historian.engine
     historian.run(engine.set_num_speculative_tokens(None))
-    for _ in range(6):
-        historian.generate(requests, tap=False)
-    plan = Plan(*historian.run(engine.in_scheduler(DraftLengths.plan, 8)))
-    gain = historian.run(engine.take_window()).gain
-    assert plan.ratios is not None and gain is not None
-    of_drafter = gain.seconds_at[-1]
-    assert plan.ratios[3] < of_drafter[3] / of_drafter[0], "three passes of the drafter are left out"
-    for _ in range(2):
-        historian.greedy(requests, tap=False)
+    historian.greedy(requests, tap=False)
+    historian.run(engine.on_workers(Planting.plant, LENGTHS))
 
     async def steps_of_repeated_text() -> set[bool]:
         task, seen = asyncio.create_task(engine.generate(requests, tap=False, temperature=0.0, seed=None)), set()
@@ -234,12 +227,15 @@ def test_steps_without_the_drafter_have_prices_of_their_own(historian: LiveEngin
         await task
         return seen
 
-    assert False in historian.run(steps_of_repeated_text()), "the scheduler knows that the drafter did not run"
+    assert historian.run(steps_of_repeated_text()) == {True, False}
 
 
-@pytest.mark.parametrize("historian", ["alone"], indirect=True)
-def test_where_history_proposes_each_request_has_a_length_of_its_own(historian: LiveEngine) -> None:
+@pytest.mark.parametrize("historian", ["mixed"], indirect=True)
+def test_where_history_proposes_each_request_has_a_length_of_its_own(
+    historian: LiveEngine, untrained_drafter: Drafter
+) -> None:
     requests = make_requests(8, seed=37)
+    historian.send_drafter(untrained_drafter.state_for_serving())
     historian.run(historian.engine.set_num_speculative_tokens(None))
     assert historian.run(historian.engine.describe_speculation()) == "k=0 to 3, chosen for each request"
     historian.run(historian.engine.on_workers(Planting.plant, PRICES))

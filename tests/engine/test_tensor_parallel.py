@@ -236,7 +236,7 @@ def test_a_row_that_changes_on_one_rank_is_seen(live: LiveEngine, policies: list
     assert differing(live, policies[0], False) == differing(live, drafters[0], True) == []
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_what_one_rank_refuses_is_served_by_none(
     live: LiveEngine, policies: list[State], drafters: list[State], rank: int
 ) -> None:

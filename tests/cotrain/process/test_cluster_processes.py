@@ -190,6 +190,8 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.engine
+@pytest.mark.long
 def test_roles_run_where_the_plan_puts_them(tmp_path: Path) -> None:
     """33 processes on 32 GPUs of four nodes of a real Ray: the last learner and the drafter trainer share one."""
     smoke = Path(__file__).parents[3] / "configs" / "smoke.toml"
@@ -398,6 +400,8 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.engine
+@pytest.mark.long
 def test_each_way_in_which_ray_reports_a_death_is_one_line_with_its_cause(tmp_path: Path) -> None:
     """A role that ends, that Ray's memory monitor kills, that is on a node which is lost, that waits for such a one."""
     found = run(DEATHS, tmp_path)
