@@ -13,22 +13,24 @@ from unittest.mock import patch
 
 from cotrain.actors.engines import RolloutEngines
 from cotrain.records import SwapReport, WeightPayload
-from cotrain.transport.nodes import Nodes
+from cotrain.transport.nodes import Coming, Nodes
 from pipelines.cli import main
 
 
 def watch(method: str, draft: bool) -> None:
-    update, bring = getattr(RolloutEngines, method), Nodes.bring
+    update, arrived = getattr(RolloutEngines, method), Nodes.arrived
 
-    def flipped(nodes: Nodes, path: str, node: str, move: bool = False) -> str:
-        there = bring(nodes, path, node, move)
-        if there != path:
+    def flipped(nodes: Nodes, coming: Coming) -> str:
+        there = arrived(nodes, coming)
+        if coming.reference is not None:
             flip_a_byte(there)
         return there
 
     def watched(engines: RolloutEngines, payload: WeightPayload, version: int, *rest: Any) -> SwapReport:
         try:
-            with patch.object(Nodes, "bring", flipped if draft and os.environ.get("FLIP") == str(version) else bring):
+            with patch.object(
+                Nodes, "arrived", flipped if draft and os.environ.get("FLIP") == str(version) else arrived
+            ):
                 return update(engines, payload, version, *rest)
         finally:
             served = engines.served_digests(sorted(payload.digests), draft)
