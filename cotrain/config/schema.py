@@ -77,8 +77,6 @@ class PolicyConfig(Section):
     """Optimizer steps taken on each batch of rollouts."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward and backward pass; gradients accumulate over as many passes as are needed."""
-    batching: Literal["padded", "packed"] = "padded"
-    """padded: rollouts right-padded, sorted by length. packed: several in a row, kept apart by a block-diagonal mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
 
