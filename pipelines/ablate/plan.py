@@ -122,8 +122,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     inits, arms = dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
-            own = {"name": name, "run_root": str(study.folder / "inits")}
-            inits[name] = Run("init", name, parse_config(_with_fields(study, fields) | own))
+            place = {"name": name, "run_root": str(study.folder / "inits")}
+            inits[name] = Run("init", name, parse_config(_with_fields(study, fields) | place))
     for arm in config.arms:
         with _collect(problems, f"arm {arm.name!r}"):
             arms.append(_arm(study, arm, inits, [other.config.name for other in arms]))
