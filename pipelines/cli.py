@@ -19,6 +19,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import remove_scratch_folders
 from cotrain.process.stopping import INTERRUPTED
 from cotrain.run.mlflow_store import absolute_uri, default_uri, sqlite_file
+from pipelines.help import help_of
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
@@ -39,26 +40,6 @@ COMMANDS = {
 
 OWN_PACKAGES = ("cotrain", "drafters", "pipelines")
 UI_PORT = 5000
-
-TRAIN_EPILOG = """\
-CONFIG files are TOML; later ones win over earlier ones, key=value over all of them. A value is written as in TOML,
-quotes may be left out, and `none` unsets an optional field or section:
-
-  cotrain train configs/smoke.toml
-  cotrain train configs/smoke.toml name=second policy.optimizer.learning_rate=1e-5
-  cotrain train configs/smoke.toml name=baseline drafter=none
-  cotrain train --resume second steps=20
-
-Fields of a configuration
-=========================
-"""
-INIT_EPILOG = """\
-Reads [policy], [rollout], [drafter], [task] and [init] of the configuration; see docs/guide/initialisation.md.
-
-  cotrain init configs/smoke.toml name=first-drafter init.tokens=5000
-  cotrain init configs/smoke.toml name=other init.source.type=rollouts init.source.path=runs/first-drafter
-  cotrain init --resume first-drafter
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,7 +110,7 @@ def init(arguments: Sequence[str]) -> int:
     from pipelines.preflight import read_command_line
 
     description = "Train a drafter on rollouts of the policy, before RL: in-domain initialisation."
-    if (run := read_command_line("init", arguments, description, INIT_EPILOG)) is None:
+    if (run := read_command_line("init", arguments, description, help_of("init"))) is None:
         return 0
     from pipelines.initialise.pipeline import initialise
 
@@ -141,7 +122,7 @@ def train(arguments: Sequence[str]) -> int:
     from pipelines.preflight import check_run, read_command_line
 
     description = "Train a policy, and beside it the drafter that its rollouts speculate with."
-    epilog = TRAIN_EPILOG + (help_text() if {"-h", "--help"} & set(arguments) else "")
+    epilog = help_of("train") + (help_text() if {"-h", "--help"} & set(arguments) else "")
     if (run := read_command_line("train", arguments, description, epilog)) is None:
         return 0
     check_run(*run)

@@ -29,7 +29,7 @@ from cotrain.config.schema import (
 )
 from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.engine.tap_admission import fewest_tapped, row_bytes
-from cotrain.models.loading import has_linear_attention, has_to_be_fetched, native_head, resolve_model, serving_problems
+from cotrain.models.loading import has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.process.scratch import SHARED_MEMORY
 from cotrain.run.mlflow_store import URI_VARIABLE, check_uri, tracking_uri
@@ -210,10 +210,8 @@ def _check_run_root(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig, model: Path) -> Iterator[str]:
-    """Prompt, response and draft tokens fit the model's positions, and linear attention can be trained and served."""
+    """Prompt, response and draft tokens fit the model's positions, and vLLM can serve it here."""
     longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
-    if config.policy.batching == "packed" and has_linear_attention(model):
-        yield 'policy.batching: linear attention reads on from one packed rollout into the next; set "padded"'
     yield from serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
         yield (

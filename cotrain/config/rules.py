@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 
 from cotrain.config.lossless_guard import ALWAYS_REFUSED, engine_problems
-from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
-
-BYTES_PER_TOKEN = 36
-"""Bytes per token of the index of rollouts, as in drafters/suffix/index.py, which is not imported here because it needs numba."""
-
-MOST_BYTES = BYTES_PER_TOKEN * (2**31 - 1)
-"""Largest index, as there."""
+from cotrain.config.schema import (
+    BYTES_PER_TOKEN,
+    MIN_PROMPTS,
+    MIN_ROLLOUTS,
+    DrafterConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+)
 
 
 def broken_rules(config: RunConfig) -> list[str]:
@@ -97,11 +99,6 @@ def _engine_rules(config: RunConfig) -> Iterator[str]:
     ranks = rollout.vllm.get("tensor_parallel_size", 1)
     if type(ranks) is not int or ranks < 1:
         yield f"rollout.vllm.tensor_parallel_size: {ranks!r} is no whole number from 1 on; set one, or leave it out"
-    if rollout.history is not None and rollout.history.max_bytes > MOST_BYTES:
-        yield (
-            f"rollout.history.max_bytes: {rollout.history.max_bytes} is more than an index can hold, whose positions have 32 bits; "
-            f"set {MOST_BYTES} or less"
-        )
     needed = BYTES_PER_TOKEN * 2 * rollout.rollouts_per_step * (rollout.max_new_tokens + 1)
     if rollout.history is not None and rollout.history.max_bytes < needed:
         yield (

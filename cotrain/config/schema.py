@@ -11,6 +11,9 @@ from drafters.config import DrafterModelConfig, Section
 MIN_ROLLOUTS = 16
 """Fewest rollouts of a step that the gate needs. With fewer, a few long responses bias the ratios of their sums."""
 
+BYTES_PER_TOKEN = 36
+"""Bytes per token of the index of rollouts, as in drafters/suffix/index.py, which is not imported here because it needs numba."""
+
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
 
 MIN_PROMPTS = 4
@@ -77,8 +80,6 @@ class PolicyConfig(Section):
     """Optimizer steps taken on each batch of rollouts."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward and backward pass; gradients accumulate over as many passes as are needed."""
-    batching: Literal["padded", "packed"] = "padded"
-    """padded: rollouts right-padded, sorted by length. packed: several in a row, kept apart by a block-diagonal mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
 
@@ -92,8 +93,9 @@ class HistoryConfig(Section):
     """An index of finished rollouts, which proposes the tokens that followed the same text before, alone or beside the drafter.
     Each request drafts in each step from the one with the higher measured acceptance. Without this section there is no index."""
 
-    max_bytes: PositiveInt = 2**28
-    """Most bytes of the index in each engine, 36 for each token. When it is full, the oldest half is forgotten."""
+    max_bytes: Annotated[PositiveInt, Field(le=BYTES_PER_TOKEN * (2**31 - 1))] = 2**28
+    """Most bytes of the index in each engine, 36 for each token, whose positions have 32 bits. When it is full, the oldest half is
+    forgotten."""
 
 
 class SpeculationConfig(Section):

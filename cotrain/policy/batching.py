@@ -8,7 +8,7 @@ positions 1 2 3 predict 4 5 6:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ class MicroBatch:
 
     rollouts: list[ScoredRollout]
     token_ids: Tensor  # [B, L] int64
-    position_ids: Tensor | None  # [B, L] int64, starting at 0 with each packed rollout; None: 0..L-1 in every row
     predictors: Tensor  # [N] int64, the position that predicts each response token, as an index into the B*L positions
     targets: Tensor  # [N] int64, the response tokens
     sequence_ids: Tensor  # [N] int64, the rollout of each response token, 0 to S-1
@@ -52,25 +51,23 @@ def num_input_tokens(scored: ScoredRollout) -> int:
     return len(scored.rollout.prompt_token_ids) + len(scored.rollout.token_ids) - 1
 
 
-def micro_batches(
-    rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, batching: str, device: torch.device
-) -> list[MicroBatch]:
-    """Sort rollouts by length into micro-batches of at most micro_batch_tokens positions, padding included.
+def micro_batches(rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, device: torch.device) -> list[MicroBatch]:
+    """Sort rollouts by length into right-padded micro-batches of at most micro_batch_tokens positions, padding included.
 
-    A rollout longer than that gets a micro-batch of its own. batching: "padded" or "packed", see policy.batching.
+    A rollout longer than that gets a micro-batch of its own.
     """
     batches: list[list[ScoredRollout]] = []
     positions = 0
     for scored in sorted(rollouts, key=num_input_tokens, reverse=True):
         length = num_input_tokens(scored)
-        # Rollouts come longest first, so the first rollout of a padded batch sets its row length.
-        added = num_input_tokens(batches[-1][0]) if batches and batching == "padded" else length
+        # Rollouts come longest first, so the first rollout of a batch sets its row length.
+        added = num_input_tokens(batches[-1][0]) if batches else length
         if not batches or positions + added > micro_batch_tokens:
             batches.append([])
             positions, added = 0, length
         batches[-1].append(scored)
         positions += added
-    return [_micro_batch(batch, batching, device) for batch in batches]
+    return [_micro_batch(batch, device) for batch in batches]
 
 
 def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
@@ -84,25 +81,17 @@ def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
         batch,
         rollouts=[],
         token_ids=batch.token_ids[:1, :1],
-        position_ids=None if batch.position_ids is None else batch.position_ids[:, :1],
         old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[:0],
         has_advantage=has_advantage,
         **{name: getattr(batch, name)[:0] for name in tokens},
     )
 
 
-def _micro_batch(rollouts: list[ScoredRollout], batching: str, device: torch.device) -> MicroBatch:
+def _micro_batch(rollouts: list[ScoredRollout], device: torch.device) -> MicroBatch:
     rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
-    position_ids = None
-    if batching == "padded":
-        # Under causal attention no token sees the padding on its right, so no mask is needed.
-        token_ids = pad_sequence(rows, batch_first=True)
-        starts = list(range(0, token_ids.numel(), token_ids.shape[1]))
-    else:
-        # transformers detects that position ids restart and keeps attention within each rollout.
-        token_ids = torch.cat(rows)[None]
-        position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None].to(device)
-        starts = list(accumulate(map(len, rows[:-1]), initial=0))
+    # Under causal attention no token sees the padding on its right, so no mask is needed.
+    token_ids = pad_sequence(rows, batch_first=True)
+    starts = range(0, token_ids.numel(), token_ids.shape[1])
     lengths = torch.tensor([len(scored.rollout.token_ids) for scored in rollouts])
     ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
     predictors = [torch.arange(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
@@ -111,7 +100,6 @@ def _micro_batch(rollouts: list[ScoredRollout], batching: str, device: torch.dev
     return MicroBatch(
         rollouts=rollouts,
         token_ids=token_ids.to(device),
-        position_ids=position_ids,
         predictors=torch.cat(predictors).to(device),
         targets=torch.tensor([token for scored in rollouts for token in scored.rollout.token_ids]).to(device),
         sequence_ids=torch.arange(len(rollouts)).repeat_interleave(lengths).to(device),

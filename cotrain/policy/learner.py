@@ -148,7 +148,7 @@ class PolicyLearner:
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
-        batches = [micro_batches(p, config.micro_batch_tokens, config.batching, accelerator.device) for p in parts]
+        batches = [micro_batches(p, config.micro_batch_tokens, accelerator.device) for p in parts]
         if self._sharded:
             # Each pass gathers the weights of every layer from all ranks, so all ranks must make the same passes.
             counts = torch.tensor([[len(part) for part in batches]], device=accelerator.device)
@@ -165,7 +165,7 @@ class PolicyLearner:
 
     @staticmethod
     def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return model(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
+        return model(batch.token_ids, batch.predictors, batch.targets)
 
     def _forward_backward(self, batch: MicroBatch, denominator: int, last: bool) -> dict[str, Tensor]:
         """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""

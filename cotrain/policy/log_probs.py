@@ -95,18 +95,14 @@ class ResponseLogProbs(nn.Module):
         """Return function(), which may use the model directly: FSDP gathers weights around this method as around forward."""
         return function()
 
-    def last_hidden(self, token_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+    def last_hidden(self, token_ids: Tensor, **kwargs: Any) -> Any:
         """Return the base model's output for token_ids [B, L]; last_hidden_state [B, L, H] is after the final norm."""
         with torch.autocast(token_ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return self.model.base_model(
-                input_ids=token_ids, position_ids=position_ids, use_cache=False, return_dict=True, **kwargs
-            )
+            return self.model.base_model(input_ids=token_ids, use_cache=False, return_dict=True, **kwargs)
 
-    def forward(
-        self, token_ids: Tensor, position_ids: Tensor | None, predictors: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids: Tensor, predictors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probs [N] and entropy [N] of `targets` at the temperature; flat positions `predictors` [N] predict them."""
-        hidden = self.last_hidden(token_ids, position_ids).last_hidden_state
+        hidden = self.last_hidden(token_ids).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, predictors)
         head = self.model.get_output_embeddings().weight
         return HeadLogProbs.apply(rows, head, targets, self.temperature, self.dtype)

@@ -1,9 +1,11 @@
 """The checkpoint formats of MTP heads that can be trained and served.
 
-In all of them the head's sizes are the target's, because vLLM builds it from the target's configuration.
+formats.toml has them. In all of them the head's sizes are the target's, because vLLM builds it from the target's configuration.
 """
 
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from drafters.target import TargetSpec
 
@@ -23,48 +25,18 @@ class HeadFormat:
     names: dict[str, str]  # of the other modules of drafters.mtp.model.MtpHead, after `prefix`
     hidden_first: bool  # the joined vector has the hidden state before the embedding, which is zero at position 0
     gated: bool  # gated attention and zero-centred norms; otherwise attention has biases
-    target_overrides: tuple[tuple[str, object], ...] = ()  # see drafters.base.ServingSpec
+    target_overrides: dict[str, object] = field(default_factory=dict)  # see drafters.base.ServingSpec
 
     def path(self, module: str) -> str:
         """Return the name that a module of MtpHead has in a checkpoint."""
         return self.prefix + self.names.get(module, self.layer + module)
 
 
-MIMO = HeadFormat(
-    architecture="MiMoForCausalLM",
-    model_type="qwen2",
-    tensors="model.mtp_layers.",
-    prefix="model.mtp_layers.0.",
-    layer="",
-    names={
-        "embedding_norm": "token_layernorm",
-        "hidden_norm": "hidden_layernorm",
-        "joining": "input_proj",
-        "output_norm": "final_layernorm",
-    },
-    hidden_first=True,
-    gated=False,
-    target_overrides=((NUM_HEADS, 1),),
-)
-QWEN3_NEXT = HeadFormat(
-    architecture="Qwen3NextMTP",
-    model_type="qwen3_next",
-    tensors="mtp.",
-    prefix="mtp.",
-    layer="layers.0.",
-    names={
-        "embedding_norm": "pre_fc_norm_embedding",
-        "hidden_norm": "pre_fc_norm_hidden",
-        "joining": "fc",
-        "output_norm": "norm",
-    },
-    hidden_first=False,
-    gated=True,
-)
-
-NATIVE_ARCHITECTURES = {"MiMoForCausalLM": MIMO, "Qwen3NextForCausalLM": QWEN3_NEXT}
+TABLES = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
+NATIVE_ARCHITECTURES = {name: HeadFormat(**table) for name, table in TABLES.items()}
 """Format of the MTP head in a policy's checkpoint, by the architecture in its config.json."""
 
+MIMO, QWEN3_NEXT = NATIVE_ARCHITECTURES["MiMoForCausalLM"], NATIVE_ARCHITECTURES["Qwen3NextForCausalLM"]
 TARGETS = {"llama": MIMO, "mistral": MIMO, "qwen2": MIMO, "qwen3": MIMO, "qwen3_next": QWEN3_NEXT}
 """Format of the head that vLLM serves beside a target, by the target's model_type."""
 

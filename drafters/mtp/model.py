@@ -145,7 +145,7 @@ class MtpDrafter(Drafter):
 
     @property
     def serving(self) -> ServingSpec:
-        return ServingSpec("mtp", target_overrides=self.format.target_overrides)
+        return ServingSpec("mtp", target_overrides=tuple(self.format.target_overrides.items()))
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden = unroll(

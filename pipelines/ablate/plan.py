@@ -122,7 +122,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     inits, arms = dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
-            inits[name] = _init(study, name, fields)
+            place = {"name": name, "run_root": str(study.folder / "inits")}
+            inits[name] = Run("init", name, parse_config(_with_fields(study, fields) | place))
     for arm in config.arms:
         with _collect(problems, f"arm {arm.name!r}"):
             arms.append(_arm(study, arm, inits, [other.config.name for other in arms]))
@@ -141,12 +142,6 @@ def _collect(problems: list[str], where: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         problems += [f"{where}: {line}" for line in error.problems]
-
-
-def _init(study: Study, name: str, given: Table) -> Run:
-    """An initialisation. Raises ConfigError naming its invalid fields."""
-    own = {"name": name, "run_root": str(study.folder / "inits")}
-    return Run("init", name, parse_config(_with_fields(study, given) | own))
 
 
 def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], slugs: Sequence[str]) -> Run:

@@ -21,11 +21,7 @@ from cotrain.run.provenance import here_and_now
 from drafters.files import write_json
 from pipelines.doctor import engine
 from pipelines.doctor.machine import MACHINE, NotApplicable
-
-DESCRIPTION = """\
-Check this machine before a run is started on it; then make a short run of a tiny model, here or on a Ray cluster, and verify
-its drafter. It takes a few minutes and leaves nothing behind. A failure comes with a remedy; "not applicable" says
-that the machine lacks what would be checked, or that what the check needs did not start."""
+from pipelines.help import help_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Check:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command, which prints each result as it comes. Raises OSError when the JSON file cannot be written."""
-    parser = argparse.ArgumentParser(prog="cotrain doctor", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="cotrain doctor", description=help_of("doctor"))
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result there too")
     parser.add_argument("--address", help="Ray cluster of the short run, or auto (default: a private Ray here)")
     names = [*MACHINE, *engine.REMEDIES]

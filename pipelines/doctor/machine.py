@@ -91,7 +91,9 @@ def shared_memory() -> str:
 
 def gpus() -> str:
     """Torch can use every GPU that the driver shows and the environment allows."""
-    shown, usable, allowed = _gpus(), _torch_facts()["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not (shown := provenance.machine()["gpus"]):
+        raise NotApplicable("nvidia-smi shows no GPU")
+    usable, allowed = _torch_facts()["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
     wanted = len(shown) if allowed is None else len([name for name in allowed.split(",") if name])
     if not usable or usable != wanted:
         raise Problem(f"torch can use {usable} of {wanted} GPUs: {'; '.join(shown)}")
@@ -117,12 +119,6 @@ MACHINE = {
     "hooks": (hooks, "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one."),
 }
 """Checks of this machine in their order, each with what to do when it fails."""
-
-
-def _gpus() -> list[str]:
-    if not (found := provenance.machine()["gpus"]):
-        raise NotApplicable("nvidia-smi shows no GPU")
-    return found
 
 
 @functools.cache

@@ -11,17 +11,14 @@ from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
 from drafters.files import CONFIG, weight_files, write_json
 from drafters.files import read_config as read_model_config
+from pipelines.help import help_of
 from pipelines.page.record import find
 from pipelines.plan import serve_command
-
-DESCRIPTION = """\
-Write the policy of a run's newest checkpoint into DIR, in rollout.dtype and with its tokenizer, and the drafter that the engines
-served then into DIR/drafter. A policy that came with an MTP head gets the trained head back instead: DIR is one model again."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the folders and print how to serve them. Raises ValueError if there is no checkpoint, or if DIR exists."""
-    parser = argparse.ArgumentParser(prog="cotrain export", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="cotrain export", description=help_of("export"))
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in the run root")
     parser.add_argument("out", metavar="DIR", type=Path, help="a new folder")
     options = parser.parse_args(arguments)

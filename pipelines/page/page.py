@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pandas as pd
@@ -18,17 +19,7 @@ from matplotlib import color_sequences, rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-HTML = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
-<style>
-body{{margin:0 auto;max-width:66rem;padding:1rem;color:#1c2129;font:16px/1.55 system-ui,sans-serif;overflow-wrap:anywhere}}
-img{{max-width:100%;height:auto}}
-p,li{{max-width:46rem}}
-table{{display:block;overflow-x:auto;border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}}
-th,td{{padding:.4rem .7rem .4rem 0;text-align:left;vertical-align:top;border-bottom:1px solid #d9dee5;min-width:3rem}}
-</style>
-{body}</html>
-"""
+HTML = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 REPORT = "report"
 """Folder of a report inside that of its run or study."""
@@ -129,7 +120,7 @@ def write_page(file: Path, title: str, sections: Sequence[Section]) -> Path:
     text = "\n\n".join(filter(None, parts)) + "\n"
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     file.write_text(text, encoding="utf-8")
-    file.with_suffix(".html").write_text(HTML.format(title=escape(title), body=body), encoding="utf-8")
+    file.with_suffix(".html").write_text(HTML.substitute(title=escape(title), body=body), encoding="utf-8")
     return file
 
 

@@ -21,38 +21,15 @@ from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
 from cotrain.sidecar.launch import CAUSES, run_host, start_trainer, stop_trainer
 from cotrain.transport.spool import VARIABLE, Verdict
+from pipelines.help import help_of
 from pipelines.plan import serve_command
 
 KINDS = ("eagle3", "mtp", "draft_model")
-RUN = """\
-Train a drafter beside your own trainer or server. Each vLLM engine that COMMAND makes for the model M gets a drafter, which
-is trained on what these engines generate. The exit status is that of COMMAND.
-
-  cotrain run --model Qwen/Qwen3-0.6B -- accelerate launch train_grpo.py
-  cotrain run --model Qwen/Qwen3-0.6B --drafter models:/my-drafter@serving -- python train_grpo.py
-  cotrain run --model Qwen/Qwen3-0.6B num_speculative_tokens=2 name=second -- python train_grpo.py
-
-cotrain must be installed where COMMAND's vLLM is. `cotrain sidecar check` says whether its engine would get a drafter.
-"""
-SIDECAR = """\
-Train a drafter for engines that are started in another terminal. Of a server's requests, only the share S is trained on.
-
-  cotrain sidecar --model Qwen/Qwen3-8B --spool /dev/shm/drafter --share 0.1    first terminal; when it is ready, it prints
-  COTRAIN_SIDECAR=/dev/shm/drafter vllm serve Qwen/Qwen3-8B                     the line for the second terminal
-  cotrain sidecar check --model Qwen/Qwen3-8B -- vllm serve Qwen/Qwen3-8B       would its engine get a drafter?
-
-Text stays in memory, and a request with "vllm_xargs": {"cotrain": false} is never trained on. Ctrl-C stores the drafter and
-ends the trainer; the server goes on with the drafter that it has.
-"""
-CHECK = """\
-Would the first vLLM engine that COMMAND makes get a drafter, and if not, why? COMMAND is started, and the process that makes
-the engine ends before a model is loaded. A command that makes no engine runs on. Exit status 0: it would, 1: it would not.
-"""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run `cotrain run`: the trainer's process and the host's command. Returns the host's exit status."""
-    options, host = _parsed(_parser("run", RUN, "-- COMMAND ..."), arguments)
+    options, host = _parsed(_parser("run", "-- COMMAND ..."), arguments)
     config = _configured(options)
     given = [f"--with-parent={os.getpid()}", f"--share={config.share}", *arguments[: arguments.index("--")]]
     # Its default name would differ.
@@ -70,7 +47,7 @@ def sidecar(arguments: Sequence[str]) -> int:
     """Run `cotrain sidecar`: the trainer alone, until a signal ends it, or the check of a host's command."""
     if arguments and arguments[0] == "check":
         return check(arguments[1:])
-    parser = _parser("sidecar", SIDECAR, "--spool DIR --share S")
+    parser = _parser("sidecar", "--spool DIR --share S")
     parser.add_argument("--spool", metavar="DIR", help="folder that trainer and engines share; /dev/shm is memory")
     text = "share of the requests that are trained on, above 0 and up to 1; it must be given, here or in FILE"
     parser.add_argument("--share", type=float, metavar="S", help=text)
@@ -100,7 +77,7 @@ def check(arguments: Sequence[str]) -> int:
     """Run `cotrain sidecar check`. Returns 0 if an engine would be adopted, else 1."""
     from cotrain.sidecar.prepare import prepare
 
-    options, host = _parsed(_parser("sidecar check", CHECK, "-- COMMAND ..."), arguments)
+    options, host = _parsed(_parser("sidecar check", "-- COMMAND ..."), arguments)
     with tempfile.TemporaryDirectory(prefix="cotrain-check-") as scratch, ExitStack() as stack:
         options.overrides += [f"run_root={scratch}", f"spool={scratch}/spool"]
         spool = prepare(_configured(options), False, stack).spool  # while the stack is open, it has a trainer
@@ -142,9 +119,9 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[
     return options, host
 
 
-def _parser(command: str, description: str, rest: str) -> argparse.ArgumentParser:
+def _parser(command: str, rest: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"cotrain {command}", description=description,
+        prog=f"cotrain {command}", description=help_of(command),
         usage=f"cotrain {command} --model M [--drafter D] [--config FILE] [--resume NAME] [key=value ...] {rest}",
         epilog=f"Fields of the configuration\n===========================\n{help_text(root=SidecarConfig)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

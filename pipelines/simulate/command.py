@@ -6,20 +6,9 @@ from collections.abc import Sequence
 from cotrain.config.errors import ConfigError, help_text
 from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.system import System, load_system
+from pipelines.help import help_of
 from pipelines.page.record import find
 from pipelines.simulate.report import report
-
-EPILOG = """\
-  cotrain simulate configs/simulate/h100_node.toml drafter.k=2     a system that is described, with another k
-  cotrain simulate configs/simulate/h100_node.toml MEASURED.toml   the same, with steps that were measured on it
-  cotrain simulate --run quickstart k=1                            a finished run, with another k
-  cotrain simulate --run quickstart --check                        predict the run itself; status 1 if that is off
-
-Only measured steps tell what drafts cost: a roofline that was adjusted to none gives no verdict. See docs/guide/simulator.md.
-
-Fields of a system
-==================
-"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
         usage="cotrain simulate SYSTEM.toml...|--run RUN [key=value...] [--check]",
         description="Simulate a step with and without speculation: is it worth it, with which k, and how sure is that?",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG + help_text(root=System) if {"-h", "--help"} & set(arguments) else None,
+        epilog=help_of("simulate") + help_text(root=System) if {"-h", "--help"} & set(arguments) else None,
     )
     parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system; later ones win")
     parser.add_argument("--run", metavar="RUN", help="take the system from a finished run: a folder or a name")

@@ -30,7 +30,7 @@ REFUSED = [
     ),
     (
         "rollout.history.max_bytes=100000000000",
-        "rollout.history.max_bytes: 100000000000 is more than an index can hold, whose positions have 32 bits; set 77309411292",
+        "rollout.history.max_bytes: must be less than or equal to 77309411292, got 100000000000",
     ),
     ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),

@@ -20,7 +20,6 @@ VARIANTS = {
         "loss_aggregation": "seq_mean_token_mean",
         "importance_ratio": "sequence",
         "kl_coefficient": 0.1,
-        "batching": "packed",
     },
     "token_sum": {"loss_aggregation": "seq_mean_token_sum", "old_log_probs": "recomputed"},
     "corrected": {"old_log_probs": "recomputed", "behaviour_correction": "truncate", "behaviour_cap": 1.1},

@@ -25,7 +25,7 @@ MICRO_BATCH_TOKENS = 24
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("tiny_model", {"minibatches": 2, "kl_coefficient": 0.1}),
-    "untied": ("untied_model", {"importance_ratio": "sequence", "batching": "packed"}),
+    "untied": ("untied_model", {"importance_ratio": "sequence"}),
     "recomputed": ("tiny_model", {"old_log_probs": "recomputed", "behaviour_correction": "mask", "minibatches": 2}),
     "checkpointed": ("untied_model", {"gradient_checkpointing": True}),
     "experts": ("experts_model", {}),

@@ -99,9 +99,7 @@ def test_the_ranks_had_unequal_work(models: dict[str, str]) -> None:
         cpu = torch.device("cpu")
         counts = [
             [
-                len(
-                    micro_batches([s for s in share if (s.advantage != 0) == trains], MICRO_BATCH_TOKENS, "padded", cpu)
-                )
+                len(micro_batches([s for s in share if (s.advantage != 0) == trains], MICRO_BATCH_TOKENS, cpu))
                 for share in shares
             ]
             for trains in (False, True)

@@ -70,8 +70,7 @@ def test_metrics_and_gradient_equal_a_plain_forward_of_every_rollout(tiny_model:
     [
         {"micro_batch_tokens": 24},
         {"micro_batch_tokens": 60},
-        {"batching": "packed"},
-        {"batching": "packed", "micro_batch_tokens": 40},
+        {"micro_batch_tokens": 40},
         {"gradient_checkpointing": True},
     ],
     ids=str,

@@ -37,19 +37,16 @@ def test_head_equals_autograd_for_any_chunk(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [24, 70, 10_000])
-@pytest.mark.parametrize("batching", ["padded", "packed"])
-def test_batched_log_probs_equal_those_of_each_rollout_alone(
-    tiny_model: str, batching: str, micro_batch_tokens: int
-) -> None:
+def test_batched_log_probs_equal_those_of_each_rollout_alone(tiny_model: str, micro_batch_tokens: int) -> None:
     rollouts = make_rollouts(tiny_model)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     policy = ResponseLogProbs(model, 0.8, torch.float32)
-    batches = micro_batches(rollouts, micro_batch_tokens, batching, CPU)
+    batches = micro_batches(rollouts, micro_batch_tokens, CPU)
 
     assert sorted(id(scored) for batch in batches for scored in batch.rollouts) == sorted(map(id, rollouts))
     for batch in batches:
         assert batch.token_ids.numel() <= micro_batch_tokens
-        log_probs, _ = policy(batch.token_ids, batch.position_ids, batch.predictors, batch.targets)
+        log_probs, _ = policy(batch.token_ids, batch.predictors, batch.targets)
         alone = [
             token_log_probs(tiny_model, scored.rollout.prompt_token_ids, scored.rollout.token_ids, 0.8)
             for scored in batch.rollouts
@@ -57,16 +54,15 @@ def test_batched_log_probs_equal_those_of_each_rollout_alone(
         torch.testing.assert_close(log_probs, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("batching", ["padded", "packed"])
 @pytest.mark.parametrize("bound", [20, 50, 200])
-def test_no_micro_batch_has_more_positions_than_it_may(batching: str, bound: int) -> None:
+def test_no_micro_batch_has_more_positions_than_it_may(bound: int) -> None:
     """Padding included. Only a rollout that is longer by itself does."""
     lengths = random.Random(0).choices(range(3, 40), k=60)
     rollouts = [
         ScoredRollout(Rollout("p", i, [1, 2], [3] * n, [-1.0] * n, "", "stop", Versions(0, 0), None), 0.0, 1.0)
         for i, n in enumerate(lengths)
     ]
-    batches = micro_batches(rollouts, bound, batching, CPU)
+    batches = micro_batches(rollouts, bound, CPU)
     assert sum(len(batch.rollouts) for batch in batches) == len(rollouts)
     for batch in batches:
         assert batch.token_ids.numel() <= bound or len(batch.rollouts) == 1

@@ -57,7 +57,7 @@ def test_loss_and_gradient_equal_a_slow_loop(tiny_model: str, aggregation: str, 
         clip_low=0.05,
         clip_high=0.08,
     )
-    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, CPU)
     generator = torch.Generator().manual_seed(1)
     current = batch.behaviour_log_probs.double() + 0.3 * torch.randn(len(batch.targets), generator=generator)
     reference = current + 0.3 * torch.randn(len(current), generator=generator)
@@ -82,7 +82,7 @@ def test_loss_and_gradient_equal_a_slow_loop(tiny_model: str, aggregation: str, 
 
 
 def test_without_old_log_probs_the_ratio_is_one_and_still_has_a_gradient(tiny_model: str) -> None:
-    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, CPU)
     log_probs = (batch.behaviour_log_probs - 0.5).requires_grad_()
     config = PolicyConfig(model="t")
     without_old = replace(batch, old_log_probs=None)
@@ -138,7 +138,7 @@ def test_corrected_loss_and_gradient_equal_a_slow_loop(
         clip_low=0.05,
         clip_high=0.08,
     )
-    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, CPU)
     generator = torch.Generator().manual_seed(1)
 
     def noise(scale: float) -> Tensor:
@@ -188,7 +188,7 @@ def test_a_correction_takes_away_the_bias_of_another_behaviour_policy() -> None:
         )
         for index, token in enumerate(drawn)
     ]
-    (batch,) = micro_batches(rollouts, 100, "packed", CPU)
+    (batch,) = micro_batches(rollouts, 100, CPU)
 
     def gradient(**fields: object) -> Tensor:
         config = PolicyConfig.model_validate({"model": "tiny", "old_log_probs": "recomputed", **fields})
@@ -209,7 +209,7 @@ def test_a_correction_takes_away_the_bias_of_another_behaviour_policy() -> None:
 
 
 def test_without_a_correction_the_loss_is_what_it_was_to_the_last_bit(tiny_model: str) -> None:
-    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, CPU)
     config = PolicyConfig(model="t")
     for old in (batch.behaviour_log_probs, None):
         log_probs = (batch.behaviour_log_probs - 0.1).requires_grad_()
@@ -226,7 +226,7 @@ def test_without_a_correction_the_loss_is_what_it_was_to_the_last_bit(tiny_model
 @pytest.mark.parametrize("correction", ["truncate", "mask"])
 def test_a_broken_log_prob_is_not_masked_away(tiny_model: str, correction: str) -> None:
     config = PolicyConfig(model="t", old_log_probs="recomputed", behaviour_correction=correction)
-    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, "packed", CPU)
+    (batch,) = micro_batches(make_rollouts(tiny_model, zero_group=False), 10_000, CPU)
     batch.behaviour_log_probs[2] = math.nan
     log_probs = torch.full((len(batch.targets),), -3.0, requires_grad=True)
     per_token, _ = policy_loss(config, denominator(config, batch), replace(batch, old_log_probs=None), log_probs, None)
