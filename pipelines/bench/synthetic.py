@@ -90,7 +90,8 @@ def check_synthetic(options: argparse.Namespace) -> None:
     if not 0 <= options.accept <= 1:
         raise ValueError(f"--accept: {options.accept} is no share; give 0 to 1")
     options.drafter = {None: "eagle3", "none": None}.get(options.drafter, options.drafter)
-    options.methods = options.methods or ["none" if options.drafter is None else "probabilistic"]
+    drawn = "probabilistic" if options.temperature else "greedy"
+    options.methods = options.methods or ["none" if options.drafter is None else drawn]
 
 
 def synthetic_setup(

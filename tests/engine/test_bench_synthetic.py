@@ -93,4 +93,6 @@ def test_the_simulator_takes_what_was_measured(
         simulated = times.base(2, np.array([float(batch)]))[0] + times.slope(2) * batch * (CONTEXT + TOKENS / 2)
         assert 1e3 * simulated == pytest.approx(ms)
     assert simulate([str(tmp_path / "system.toml"), str(calibration)]) == 0
-    assert "a roofline with 12 measured steps (shape with eagle3" in " ".join(capsys.readouterr().out.split())
+    assert "a roofline with 12 measured steps (cotrain bench: shape with eagle3" in " ".join(
+        capsys.readouterr().out.split()
+    )

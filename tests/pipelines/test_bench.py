@@ -183,6 +183,8 @@ def test_steps_without_drafts_are_measured_too_and_rates_fall_by_position(shape:
     bench = prepare(synthetic(str(shape), "--accept", "0.5"), tmp_path / "prepared")
     assert bench.arms == [NO_SPECULATION, Arm("probabilistic", 0), Arm("probabilistic", 2)]
     assert bench.setup.synthetic_rates == (0.5, 0.25) and bench.setup.drafter is not None
+    greedy = prepare(synthetic(str(shape), "--temperature", "0"), tmp_path / "greedy")
+    assert greedy.arms == [NO_SPECULATION, Arm("greedy", 0), Arm("greedy", 2)]
 
 
 def test_only_the_synthetic_bench_lets_drafts_be_accepted_whatever_they_are() -> None:
