@@ -121,11 +121,13 @@ def synthetic_setup(
 
 
 async def beside(setup: EngineSetup, running: dict[str, RolloutEngine], requests: list[RolloutRequest]) -> list[str]:
-    """Measure tap, swaps and memory. Returns a line on each, after one on the rates."""
-    lengths = (f"{sum(setup.synthetic_rates[:k], 1.0):.2f} for k={k}" for k in range(1, len(setup.synthetic_rates) + 1))
-    lines, engine = [f"rates of acceptance are set, to lengths of {', '.join(lengths)}"], running.get("drafter")
-    dtype = getattr(torch, setup.rollout.dtype)
+    """Measure tap, swaps and memory. Returns a line on each, and one on the rates."""
+    lines, engine, dtype = list[str](), running.get("drafter"), getattr(torch, setup.rollout.dtype)
     if engine is not None and setup.drafter is not None:
+        lengths = enumerate(np.cumsum(setup.synthetic_rates) + 1, 1)
+        lines.append(
+            f"rates of acceptance are set, to lengths of {', '.join(f'{n:.2f} for k={k}' for k, n in lengths)}"
+        )
         lines.append(await _tap(engine, requests))
         state, times = setup.drafter.state_for_serving(), list[float]()
         for number in range(REPEATS):
