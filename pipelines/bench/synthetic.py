@@ -124,11 +124,8 @@ async def beside(setup: EngineSetup, running: dict[str, RolloutEngine], requests
     """Measure tap, swaps and memory. Returns a line on each, and one on the rates."""
     lines, engine, dtype = list[str](), running.get("drafter"), getattr(torch, setup.rollout.dtype)
     if engine is not None and setup.drafter is not None:
-        lengths = enumerate(np.cumsum(setup.synthetic_rates) + 1, 1)
-        lines.append(
-            f"rates of acceptance are set, to lengths of {', '.join(f'{n:.2f} for k={k}' for k, n in lengths)}"
-        )
-        lines.append(await _tap(engine, requests))
+        lengths = (f"{n:.2f} for k={k}" for k, n in enumerate(np.cumsum(setup.synthetic_rates) + 1, 1))
+        lines += [f"acceptance is set, to lengths of {', '.join(lengths)}", await _tap(engine, requests)]
         state, times = setup.drafter.state_for_serving(), list[float]()
         for number in range(REPEATS):
             payload = write_payload(state, Path(engine.spec.scratch, f"drafter_{number}.safetensors"), dtype)

@@ -49,9 +49,13 @@ def test_steps_are_timed_at_every_batch_and_draft_length(measured: tuple[str, di
     names = ["no speculation", *(f"probabilistic k={k}" for k in range(3))]
     assert [arm["arm"] for arm in report["arms"]] == [f"batch {batch}, {name}" for batch in BATCHES for name in names]
     assert all(arm["ms a step"] > 0 and arm["simulated ms"] > 0 for arm in report["arms"])
-    for stock, off, *_ in (report["arms"][:4], report["arms"][4:]):
-        assert 0.3 < off["ms a step"] / stock["ms a step"] < 3  # the machine may be busy
-        assert stock["acceptance length"] == off["acceptance length"] == 1
+    for batch in BATCHES:
+        off, stock = (
+            min(t["step_ms"] for t in report["turns"] if (t["arm"], t["batch"]) == (arm, batch))
+            for arm in ("probabilistic k=0", "no speculation")
+        )
+        assert 0.2 < off / stock < 5  # the machine may be busy
+    assert all(arm["acceptance length"] == 1 for arm in report["arms"] if arm["arm"].endswith(("speculation", "k=0")))
     assert "**No text of this means anything**" in printed and "ms a step" in printed
 
 
@@ -70,7 +74,7 @@ def test_start_tap_swaps_and_memory_are_measured(measured: tuple[str, dict[str, 
     notes = "\n".join(measured[1]["notes"])
     for line in (
         r"start of the engine stock: [\d.]+ s\nstart of the engine drafter: [\d.]+ s",
-        r"acceptance .* lengths of 1\.70 for k=1, 2\.19 for k=2",
+        r"acceptance is set, to lengths of 1\.70 for k=1, 2\.19 for k=2",
         r"tap, 4 of 4 requests, [\d.]+ MiB: a step takes [\d.]+ ms with it and [\d.]+ without, 0\.\d+ of them in the hook",
         r"swap of the drafter, [\d.]+ MiB by file: [\d.]+ s",
         r"swap of the policy, [\d.]+ GiB by file: [\d.]+ s, and [\d.]+ before that to write it",
