@@ -107,6 +107,7 @@ class EngineSetup:
     rollout: RolloutConfig
     drafter: Drafter | None
     drafter_folder: Path | None
+    synthetic_rates: tuple[float, ...] = ()  # see EngineSpec
 
     def with_history(self) -> "EngineSetup":
         """The same setup with an engine that also drafts from what it has generated."""
@@ -125,14 +126,30 @@ def prepare_engine(
         model = resolve_model(args.model)
     except ValueError as error:
         raise ValueError(str(error).replace("policy.model:", "--model:")) from error
+    task, tokenizer = build_task(task_config, args.seed), load_tokenizer(model)
+    prompts = [apply_template(tokenizer, task.prompt(index).messages) for index in range(min(num_prompts, len(task)))]
+    config = rollout_config(args, model, max(map(len, prompts)), batch, **rollout)
+    folder, drafter, target, depth = None, None, TargetSpec.from_pretrained(model), config.num_speculative_tokens
+    if args.drafter:
+        from cotrain.run.registry import drafter_folder  # and MLflow, which takes seconds
+
+        try:
+            folder = drafter_folder(args.uri, args.drafter, model, pulled)
+            drafter = load_drafter(folder, target, config.num_positions, depth_if_unstated=depth)
+        except ValueError as error:
+            raise ValueError(f"--drafter: {error}") from error
+        if problems := depth_problems("--k", depth, drafter.shape.trained_depth):
+            raise ValueError(*problems)
+    return EngineSetup(model, prompts, config, drafter, folder)
+
+
+def rollout_config(args: argparse.Namespace, model: Path, longest: int, batch: int, **rollout: Any) -> RolloutConfig:
+    """Settings with room for `batch` requests of prompts of at most `longest` tokens; see `prepare_engine`."""
     ranks = {} if args.tensor_parallel_size is None else {"tensor_parallel_size": args.tensor_parallel_size}
     vllm = rollout.pop("vllm", {}) | ranks
     if problems := serving_problems(model, not machine()["gpus"], args.dtype, "--dtype", vllm):
         raise ValueError("; ".join(problems).replace("rollout.vllm.tensor_parallel_size", "--tensor-parallel-size"))
     target = TargetSpec.from_pretrained(model)
-    task, tokenizer = build_task(task_config, args.seed), load_tokenizer(model)
-    prompts = [apply_template(tokenizer, task.prompt(index).messages) for index in range(min(num_prompts, len(task)))]
-    longest = max(map(len, prompts))
     # Near the last position vLLM stops drafting for the whole batch, hence num_speculative_tokens + 1 spare positions.
     positions = longest + args.tokens + 2 * (rollout["num_speculative_tokens"] + 1)
     if positions > target.max_position_embeddings:
@@ -143,7 +160,7 @@ def prepare_engine(
     values = 2 * (target.num_layers + 1) * target.num_key_value_heads * target.head_dim  # the drafter's layer included
     # Room for twice the largest batch: nothing waits and nothing is preempted.
     kv_bytes = 2 * batch * ceil(positions / KV_BLOCK) * KV_BLOCK * values * BYTES[args.dtype]
-    config = RolloutConfig(
+    return RolloutConfig(
         prompts_per_step=batch,
         samples_per_prompt=1,
         max_prompt_tokens=longest + rollout["num_speculative_tokens"] + 1,
@@ -154,18 +171,6 @@ def prepare_engine(
         | {"max_num_seqs": batch, "max_num_batched_tokens": max(2048, batch * positions)},
         **rollout,
     )
-    folder, drafter = None, None
-    if args.drafter:
-        from cotrain.run.registry import drafter_folder  # and MLflow, which takes seconds
-
-        try:
-            folder = drafter_folder(args.uri, args.drafter, model, pulled)
-            drafter = load_drafter(folder, target, positions, depth_if_unstated=config.num_speculative_tokens)
-        except ValueError as error:
-            raise ValueError(f"--drafter: {error}") from error
-        if problems := depth_problems("--k", config.num_speculative_tokens, drafter.shape.trained_depth):
-            raise ValueError(*problems)
-    return EngineSetup(model, prompts, config, drafter, folder)
 
 
 @asynccontextmanager
@@ -181,6 +186,7 @@ async def one_engine(setup: EngineSetup, seed: int, num_threads: int) -> AsyncIt
             serving=setup.drafter.serving if setup.drafter else None,
             seed=seed,
             scratch=str(scratch),
+            synthetic_rates=setup.synthetic_rates if setup.drafter else (),
         )
         engine = RolloutEngine(spec)
         try:

@@ -4,6 +4,7 @@ import shlex
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import config_folder
@@ -52,21 +53,28 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
     return "\n".join(f"# {line}" for line in lines)
 
 
-def _memory(config: RunConfig, folder: Path) -> list[str]:
-    """Lines of text: the memory of each role, from policy and drafter on torch's meta device. folder: with the policy's config.json."""
+def policy_on_meta(folder: Path) -> Any:
+    """Return the policy of a folder with a config.json, on torch's meta device. Raises ValueError for one that is not known."""
     import torch
     import transformers
-
-    from drafters.base import TargetSpec
-    from drafters.build import DRAFTERS
 
     architecture = (read_config(folder).get("architectures") or ["none"])[0]
     model_class = getattr(transformers, NATIVE_HEAD_ARCHITECTURES.get(architecture, architecture), None)
     if model_class is None:
         raise ValueError(f"policy.model: {folder} has architecture {architecture}, which transformers does not know")
-    learner, dtype, value = config.policy, config.rollout.dtype, BYTES[config.rollout.dtype]
     with torch.device("meta"):
-        policy = model_class(model_class.config_class.from_pretrained(folder))
+        return model_class(model_class.config_class.from_pretrained(folder))
+
+
+def _memory(config: RunConfig, folder: Path) -> list[str]:
+    """Lines of text: the memory of each role, from policy and drafter on torch's meta device. folder: with the policy's config.json."""
+    import torch
+
+    from drafters.base import TargetSpec
+    from drafters.build import DRAFTERS
+
+    policy, learner = policy_on_meta(folder), config.policy
+    dtype, value = config.rollout.dtype, BYTES[config.rollout.dtype]
     trained, own = "float32 weights, gradients and AdamW's two moments", list[str]()
     served = policy.num_parameters() * value
     if config.drafter is not None:

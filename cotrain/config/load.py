@@ -91,9 +91,9 @@ def read_config(path: Path) -> RunConfig:
     return parse_config(read_object(path))
 
 
-def to_toml(config: Section) -> str:
+def to_toml(config: Section | Table) -> str:
     """The whole configuration as TOML that loads to an equal object. Fields that are not set are comments."""
-    return "\n".join(_toml_lines("", config.model_dump(mode="json"))) + "\n"
+    return "\n".join(_toml_lines("", config if isinstance(config, dict) else config.model_dump(mode="json"))) + "\n"
 
 
 def _toml_lines(path: str, value: Any) -> list[str]:

@@ -31,6 +31,9 @@ class EngineSpec:
     versions: Versions = field(default_factory=lambda: Versions(0, 0))
     weight_transfer: str = "files"
     """How the policy's weights arrive, see PolicyConfig."""
+    synthetic_rates: tuple[float, ...] = ()
+    """By draft position, the share of drafts that is accepted whatever they are, for `cotrain bench --synthetic` alone: the text then
+    means nothing, and no field of a configuration sets it. Empty: drafts are verified."""
 
     @property
     def speculates(self) -> bool:
@@ -97,11 +100,14 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 def _speculation(spec: EngineSpec) -> dict[str, Any] | None:
     """vLLM's speculative_config; None when nothing proposes draft tokens."""
-    config = {"num_speculative_tokens": spec.rollout.num_speculative_tokens}
+    config: dict[str, Any] = {"num_speculative_tokens": spec.rollout.num_speculative_tokens}
     if spec.drafter_folder is None or spec.serving is None:
         # A history without a drafter takes the place of vLLM's look-up of n-grams.
         return {"method": "ngram", **config, **PROMPT_LOOKUP} if spec.speculates else None
     method, draws = spec.serving.method, spec.rollout.draft_sample_method
+    if spec.synthetic_rates:  # the drafter has weights, and the policy's are vLLM's dummies
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [*spec.synthetic_rates]}
+        config |= {"draft_load_config": {"load_format": "auto"}}
     return {"method": method, "model": spec.drafter_folder, "draft_sample_method": draws, **config}
 
 

@@ -191,6 +191,21 @@ def draw_draft_tokens(original: Any, probs: Tensor, noise: Tensor) -> Tensor:
     return draw(probs)
 
 
+def accept_at_rates(original: Any, *args: Any, **options: Any) -> Tensor:
+    """Accept draft tokens at the rates of vLLM's synthetic acceptance, which the kernels of the CPU build refuse.
+
+    The target of each of the N draft tokens becomes that token, or another one if it is to be rejected. This can go when
+    _rejection_random_sample_kernel_impl of the pinned version takes SYNTHETIC_MODE.
+    """
+    if (rates := options.pop("synthetic_conditional_rates", None)) is None:
+        return original(*args, **options)
+    drafts, counts, most, ends, _, logits, *rest = args
+    accepted = torch.rand(len(drafts)) < torch.cat([rates[:count] for count in counts])
+    tokens = torch.where(accepted, drafts, (drafts + 1) % logits.shape[1])
+    target = torch.full_like(logits, -torch.inf).scatter_(1, tokens.long()[:, None], 0.0)
+    return original(drafts, counts, most, ends, None, target, *rest, **options | {"synthetic_mode": False})
+
+
 def pack_updated_experts(original: Any, method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
     """Pack the experts of a mixture after every update, not only after the first load.
 
@@ -237,6 +252,7 @@ PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
     sample_in_draft_vocabulary: (PROPOSER, "_sample_draft_tokens"),
     no_noise: (DRAFTING, "empty_exponential_noise_like"),
     draw_draft_tokens: (DRAFTING, "sample_with_exponential_noise"),
+    accept_at_rates: (SAMPLING, "rejection_sample"),
     draw_recovered_tokens: (SAMPLING, "sample_recovered_tokens"),
     pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
     pad_short_drafts: (LINEAR_ATTENTION, "_spec_forward"),

@@ -1,5 +1,6 @@
 """What a RolloutEngine can call in each of vLLM's workers. Imports vLLM late, because other processes name the methods."""
 
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,11 @@ class EngineWorker:
             self.worker.model_runner.drafter._enable_probabilistic_draft_probs = draws
         if self._has_history:
             self.history.draws = draws
+
+    def peak_memory(self) -> tuple[int, int]:
+        """Return the most bytes that this process has held of the host's memory, and of its GPU's in PyTorch's allocator."""
+        on_gpu = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, on_gpu
 
     def clear_drafter_cache(self) -> None:
         """Zero the keys and values of the drafter's attention layers. Call it only while no request is computed.

@@ -10,19 +10,20 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil
 from pathlib import Path
 
-from cotrain.config.load import load_config
+from cotrain.config.load import Table, load_config, to_toml
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import RolloutRequest
 from cotrain.run.console import duration
 from cotrain.run.provenance import machine
 from pipelines import engines
-from pipelines.bench.report import METHODS, NO_SPECULATION, Arm, Turn, write_results
+from pipelines.bench.report import METHODS, NO_SPECULATION, Arm, Turn, roofline, simulated_ms, write_results
+from pipelines.bench.synthetic import beside, check_synthetic, synthetic_setup
 from pipelines.engines import at_least
 
 DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
@@ -40,6 +41,8 @@ class Bench:
     options: argparse.Namespace
     arms: list[Arm]
     setup: engines.EngineSetup
+    cost: Table = field(default_factory=dict)
+    """What the simulator needs to know of the engine, see `roofline`."""
 
     def requests(self, batch: int, round_: int, group: int) -> list[RolloutRequest]:
         """One batch: the same prompts and lengths for all arms of a round, and new prompts in each round by default.
@@ -76,6 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, help=text)
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
+    text = "GPU of the simulator whose steps are printed beside (default: the one that is here, if it is known)"
+    parser.add_argument("--gpu", help=text)
+    text = "write the measured steps here, for `cotrain simulate SYSTEM.toml FILE`"
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
+    own = parser.add_argument_group("without weights", "times of real sizes; no text of it means anything")
+    text = "a config.json, the folder of one, or a model of the simulator such as qwen3-8b, in place of --model; --drafter is then"
+    own.add_argument("--synthetic", metavar="SHAPE", help=f"{text} eagle3 (default), mtp, draft_model or none")
+    own.add_argument("--context", type=at_least(1), default=512, help="tokens of a prompt (default %(default)s)")
+    text = "share of draft tokens that are accepted if those before them were (default %(default)s)"
+    own.add_argument("--accept", type=float, default=0.7, help=text)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,7 +100,13 @@ def main(argv: Sequence[str]) -> int:
     with engines.prepared_command("bench", options, prepare) as (out, bench, say):
         turns, notes = asyncio.run(_run(bench, say))
         about = engines.provenance(options) | {"load": load, "notes": notes}
-        say(f"\n{write_results(out, about, turns).read_text()}\nwritten to {out}/")
+        say(f"\n{write_results(out, about, turns, simulated_ms(bench.cost)).read_text()}\nwritten to {out}/")
+        if options.calibrate:
+            used = [turn for turn in turns if turn.step_ms and (turn.k or turn.arm == str(NO_SPECULATION))]
+            cells = {"cells": [(turn.k, turn.batch, turn.step_ms) for turn in used]}
+            source = {"cells_source": f"cotrain bench: {engines.headline(about)}"}
+            options.calibrate.write_text(to_toml({"cost": bench.cost | cells | source}))
+            say(f"for the simulator: cotrain simulate SYSTEM.toml {options.calibrate}")
     return 0
 
 
@@ -96,20 +115,29 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
 
     Raises ValueError naming the option and the fix.
     """
-    if options.model is None:
-        raise ValueError("--model: give a folder, a hub id, or bundled:smollm2-135m-instruct")
+    if (options.model is None) == (options.synthetic is None):
+        raise ValueError("--model: give a folder, a hub id, bundled:smollm2-135m-instruct, or --synthetic instead")
     if options.temperature < 0:
         raise ValueError(f"--temperature: {options.temperature} is below 0")
-    arms = choose_arms(options.methods, sorted(set(options.k)), options.drafter is not None, options.temperature)
-    task = load_config([options.prompts]).task if options.prompts else engines.DEFAULT_TASK
-    batch = max(options.batch)
-    share = GPU_SHARE / len({arm.engine for arm in arms})
+    if (file := options.calibrate) and (file.exists() or not file.absolute().parent.is_dir()):
+        raise ValueError(f"--calibrate: {file} exists, or its folder does not; give a new file")
+    lengths, batch = sorted(set(options.k)), max(options.batch)
+    if options.synthetic:
+        lengths = [0, *lengths]
+        check_synthetic(options)
+    arms = choose_arms(options.methods, lengths, options.drafter is not None, options.temperature)
+    num_engines, num_prompts = len({arm.engine for arm in arms}), batch * options.rounds * options.groups
     rollout = {"temperature": options.temperature, "ignore_eos": not options.stop_at_eos, "synchronous_batches": True}
     rollout |= {"num_speculative_tokens": max(options.k)}
-    rollout |= {"vllm": {"gpu_memory_utilization": share}} if machine()["gpus"] else {}
-    num_prompts = batch * options.rounds * options.groups
-    setup = engines.prepare_engine(options, task, num_prompts, batch, pulled, **rollout)
-    return Bench(options, arms, setup)
+    rollout |= {"vllm": {"gpu_memory_utilization": GPU_SHARE / num_engines}} if machine()["gpus"] else {}
+    if options.synthetic:
+        setup = synthetic_setup(options, num_prompts, batch, pulled, num_engines, **rollout)
+    else:
+        task = load_config([options.prompts]).task if options.prompts else engines.DEFAULT_TASK
+        setup = engines.prepare_engine(options, task, num_prompts, batch, pulled, **rollout)
+    cost = roofline(options, setup)
+    simulated_ms(cost)
+    return Bench(options, arms, setup, cost)
 
 
 def choose_arms(
@@ -129,20 +157,25 @@ def choose_arms(
 
 async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], list[str]]:
     """Start the engines, warm up, and take turns. Returns the turns, and notes on what each adaptive arm chose at the end."""
-    running: dict[str, RolloutEngine] = {}
+    running, notes = dict[str, RolloutEngine](), list[str]()
     stock = replace(bench.setup, drafter=None, drafter_folder=None)
     async with AsyncExitStack() as stack:
         for name, arm in {arm.engine: arm for arm in bench.arms}.items():
             say(f"starting an engine: {name}")
             setup = bench.setup if arm.uses_drafter else stock
             setup = setup.with_history() if arm.uses_history else setup
-            start = engines.one_engine(setup, bench.options.seed, bench.options.threads)
+            start, began = engines.one_engine(setup, bench.options.seed, bench.options.threads), time.monotonic()
             running[name] = await stack.enter_async_context(start)
+            notes.append(f"start of the engine {name}: {time.monotonic() - began:.1f} s")
         adaptive = {arm: running[arm.engine] for arm in bench.arms if arm.adapts}
         turns = await take_turns(bench, running, say)
         for engine in adaptive.values():
             await engine.set_num_speculative_tokens(None)  # the last arm may have fixed it
-        return turns, [f"{a.method}, at the end: {await e.describe_speculation()}" for a, e in adaptive.items()]
+        notes += [f"{a.method}, at the end: {await e.describe_speculation()}" for a, e in adaptive.items()]
+        if bench.options.synthetic:
+            say("tap, swaps and memory")
+            notes += await beside(bench.setup, running, bench.requests(max(bench.options.batch), 0, 0))
+        return turns, notes
 
 
 async def take_turns(bench: Bench, running: dict[str, RolloutEngine], say: Callable[[str], None]) -> list[Turn]:
@@ -186,14 +219,17 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
         await engine.on_workers(EngineWorker.take_history_report)
     generated = await engine.generate(bench.requests(batch, round_, group), tap=False)
     timed_tokens = num_tokens = generated.num_generated_tokens - batch
+    step_ms = None
     seconds = engine.decode_seconds
     equal_lengths = not (bench.options.drain or bench.options.stop_at_eos)
     steps = [s for s in (await engine.take_window()).steps if s.batch == batch and s.kind != "prompts"]
     if equal_lengths and steps:
         timed_tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
+        step_ms = 1e3 * seconds / sum(step.num_steps for step in steps)
     counts, drafted = generated.speculation, {}
     if arm.uses_history:
         drafted = (await engine.on_workers(EngineWorker.take_history_report))["counts"]
     num_drafts, accepted = (counts.num_drafts, counts.accepted_per_position) if counts else (0, ())
     accepted = accepted[: arm.num_speculative_tokens]
-    return Turn(str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, drafted)
+    k = None if arm.adapts or arm.uses_history else arm.num_speculative_tokens
+    return Turn(str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, drafted, k, step_ms)

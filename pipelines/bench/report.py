@@ -1,16 +1,29 @@
 """Turns the measurements of `cotrain bench` into ratios within each round and a table of arms."""
 
-from dataclasses import asdict, dataclass, field
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from cotrain.config.errors import validated
+from cotrain.config.load import Table
+from cotrain.run.provenance import machine
+from cotrain.simulation.roofline import Model, entries
+from cotrain.simulation.system import RooflineCost
+from drafters.base import TargetSpec
+from drafters.build import kind_of
 from drafters.files import write_json
-from pipelines.engines import headline
+from pipelines.engines import EngineSetup, headline
 from pipelines.page.page import Section, write_page
 
+StepTime = Callable[[int, int], float] | None
+"""Milliseconds of a decode step by draft length and batch size."""
 ADAPTIVE = "adaptive"
 METHODS = ("none", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE, "adaptive-suffix", "adaptive-mixed")
 
@@ -72,6 +85,10 @@ class Turn:
     """Verification steps that accepted a draft position and all before it."""
     by_proposer: dict[str, float] = field(default_factory=dict)
     """Drafts, draft tokens and accepted tokens of history and drafter; empty for an engine without history."""
+    k: int | None = None
+    """Draft length of a drafter; None where the engine chooses it or drafts from history."""
+    step_ms: float | None = None
+    """Mean milliseconds of a decode step of the whole batch; None if responses end one after another."""
 
     @property
     def num_steps(self) -> int:
@@ -79,8 +96,8 @@ class Turn:
         return max(self.num_drafts, self.num_tokens - sum(self.accepted_per_position))
 
 
-def results(turns: list[Turn]) -> pd.DataFrame:
-    """A row for each batch size and arm; the index names both, as in "batch 4, greedy k=2".
+def results(turns: list[Turn], simulated: StepTime = None) -> pd.DataFrame:
+    """A row for each batch size and arm; the index names both, as in "batch 4, greedy k=2". simulated: what is printed beside a step.
 
     Ratios are to no speculation in the same round: geometric mean, its standard error from the scatter over rounds (NaN
     with a single round), smallest and largest.
@@ -92,27 +109,57 @@ def results(turns: list[Turn]) -> pd.DataFrame:
     for (batch, arm), own in table.sort_values("batch", kind="stable").groupby(["batch", "arm"], sort=False):
         ratios = speeds.loc[(batch, arm)] / speeds.loc[(batch, str(NO_SPECULATION))]
         accepted = pd.DataFrame([counts for counts in own["accepted_per_position"] if counts]).sum()
-        mean = np.exp(np.log(ratios).mean())
+        average, k = np.exp(np.log(ratios).mean()), own["k"].iloc[0]
         rows[f"batch {batch}, {arm}"] = {
             "tokens/s": speeds.loc[(batch, arm)].median(),
-            "ratio": mean,
-            "+-": mean * np.log(ratios).sem(),
+            "ratio": average,
+            "+-": average * np.log(ratios).sem(),
             "min": ratios.min(),
             "max": ratios.max(),
+            "ms a step": own["step_ms"].astype(float).median(),
+            **({"simulated ms": np.nan if pd.isna(k) else simulated(int(k), batch)} if simulated else {}),
             "acceptance length": 1 + accepted.sum() / own["num_steps"].sum(),
             "accepted at 1, 2, ...": (accepted / own["num_drafts"].sum()).round(3).tolist(),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def write_results(out: Path, about: dict[str, Any], turns: list[Turn]) -> Path:
-    """Write bench.json and the page bench.md; returns the page."""
-    table = results(turns).rename_axis("arm").reset_index()
+def roofline(options: argparse.Namespace, setup: EngineSetup) -> Table:
+    """What the simulator needs to know of an engine that is measured, as fields of a RooflineCost; the GPU only if it is known."""
+    t, name, words = TargetSpec.from_pretrained(setup.model), Path(options.model).name, machine()["gpus"][:1]
+    heads = t.num_attention_heads, t.num_key_value_heads, t.head_dim
+    model = Model(t.num_layers, t.hidden_size, *heads, t.intermediate_size, t.vocab_size, f"config.json of {name}")
+    models = {name: asdict(model), "draft_model": asdict(replace(model, layers=2))}
+    here = re.split(r"\W+", " ".join(words).lower())
+    gpu = options.gpu or next((gpu for gpu in entries("gpus") if gpu.partition("-")[0] in here), None)
+    drafter = {"drafter": kind_of(setup.drafter_folder)} if setup.drafter_folder else {}
+    fields = {"type": "roofline", "model": name, "models": models, **drafter, **({"gpu": gpu} if gpu else {})}
+    context = mean(map(len, setup.prompts)) + options.tokens / 2
+    return fields | {"tensor_parallel": setup.rollout.tensor_parallel_size, "cells_context": context}
+
+
+def simulated_ms(fields: Table) -> StepTime:
+    """Return the simulator's milliseconds of a step; None without a GPU. Raises ValueError for one it does not know, or too small."""
+    if "gpu" not in fields:
+        return None
+    try:
+        times = validated(RooflineCost, fields).step_times()
+    except ValueError as error:
+        raise ValueError(f"--gpu: {error}") from error
+    context = fields["cells_context"]
+    return lambda k, batch: 1e3 * float(times.base(k, np.array([batch]))[0] + times.slope(k) * batch * context)
+
+
+def write_results(out: Path, about: dict[str, Any], turns: list[Turn], simulated: StepTime = None) -> Path:
+    """Write bench.json and the page bench.md; returns the page. simulated: see `results`."""
+    table = results(turns, simulated).rename_axis("arm").reset_index()
     arms = table.astype(object).where(table.notna(), None).to_dict("records")
     write_json(out / "bench.json", about | {"arms": arms, "turns": [asdict(turn) for turn in turns]})
     options = about["options"]
     each = "at most " if options["stop_at_eos"] or options["drain"] else ""
+    synthetic = f"**No text of this means anything**: weights are random. Prompts of {options['context']} tokens."
     head = [
+        *([synthetic] if options["synthetic"] else []),
         headline(about) + f", load before the start {about['load']}",
         f"Temperature {options['temperature']:g}, {each}{options['tokens']} tokens a response, {options['rounds']} rounds of "
         f"{options['groups']} batches.",

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
 from cotrain.records import RolloutBatch, RolloutRequest, SpeculationCounts, StepTotal, Window
@@ -25,7 +26,7 @@ from pipelines.bench.command import (
     prepare,
     take_turns,
 )
-from pipelines.bench.report import ADAPTIVE, NO_SPECULATION, Arm, Turn, results, write_results
+from pipelines.bench.report import ADAPTIVE, NO_SPECULATION, Arm, Turn, results, simulated_ms, write_results
 from pipelines.engines import EngineSetup
 
 GREEDY = Arm("greedy", 2)
@@ -104,6 +105,96 @@ def test_what_drafts_from_history_has_an_engine_of_its_own_in_each_adaptive_arm(
 def test_bad_options_are_refused_by_name(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(options(*arguments), tmp_path / "pulled")
+
+
+def synthetic(shape: str, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--synthetic", shape, "--batch", "4", "--k", "2", *arguments])
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    """The shape of tiny:llama."""
+    config = json.loads((resolve_model("tiny:llama") / "config.json").read_text())
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "shape" / "config.json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--accept", "1.5"], "--accept: 1.5 is no share"),
+        (["--prompts", "x.toml"], "--prompts: prompts are random"),
+        (["--drain"], "--drain: prompts are random"),
+        (["--methods", "mixed"], "--methods: random text repeats nothing"),
+        (
+            ["--drafter", "history"],
+            "--drafter: 'history' is no kind with random weights; give eagle3, mtp, draft_model or none",
+        ),
+        (["--batch", "1000000"], r"--batch: 2 engines with 1000000 requests take .* GiB, above 90%"),
+        (["--gpu", "h1000"], "(?s)--gpu: .*'h1000' is not known"),
+        (["--calibrate", "/"], "--calibrate: / exists"),
+        (["--context", "4000"], "--tokens: the longest prompt has 4000 tokens"),
+    ],
+)
+def test_what_random_weights_cannot_have_is_refused_by_name(
+    arguments: list[str], message: str, shape: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(synthetic(str(shape), *arguments), tmp_path / "prepared")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("qwen3-9b", r"--synthetic: 'qwen3-9b' is no file here .*; did you mean qwen3-8b\?"),
+        ("Qwen3-235B-A22B", "--synthetic: Qwen3-235B-A22B .* one with experts, not trainable"),
+    ],
+)
+def test_an_unknown_shape_is_refused(given: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(synthetic(given), tmp_path / "prepared")
+
+
+def test_a_drafter_that_the_shape_cannot_have_is_refused(shape: Path, tmp_path: Path) -> None:
+    config = json.loads(shape.read_text())
+    shape.write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match=r"--drafter: eagle3 does not fit this shape: .*aux layers"):
+        prepare(synthetic(str(shape)), tmp_path / "prepared")
+    shape.write_text(json.dumps(config | {"architectures": ["OlmoForCausalLM"]}))
+    with pytest.raises(ValueError, match="architecture OlmoForCausalLM, not trainable"):
+        prepare(synthetic(str(shape)), tmp_path / "other")
+
+
+def test_a_model_of_the_simulator_is_described_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.bench.synthetic.machine", lambda: {"gpus": [], "memory_gib": 200.0})
+    bench = prepare(synthetic("Qwen/qwen3-8b", "--drafter", "none", "--gpu", "h100-sxm"), tmp_path / "prepared")
+    assert bench.arms == [NO_SPECULATION] and bench.setup.drafter is None
+    assert TargetSpec.from_pretrained(bench.setup.model).num_layers == 36
+    assert {len(prompt) for prompt in bench.setup.prompts} == {512} and len(bench.setup.prompts) == 4 * 5
+    assert bench.setup.rollout.vllm["load_format"] == "dummy"
+    simulated = simulated_ms(bench.cost)
+    assert simulated is not None and 4 < simulated(0, 1) < 10 < simulated(2, 256)
+
+
+def test_steps_without_drafts_are_measured_too_and_rates_fall_by_position(shape: Path, tmp_path: Path) -> None:
+    bench = prepare(synthetic(str(shape), "--accept", "0.5"), tmp_path / "prepared")
+    assert bench.arms == [NO_SPECULATION, Arm("probabilistic", 0), Arm("probabilistic", 2)]
+    assert bench.setup.synthetic_rates == (0.5, 0.25) and bench.setup.drafter is not None
+    greedy = prepare(synthetic(str(shape), "--temperature", "0"), tmp_path / "greedy")
+    assert greedy.arms == [NO_SPECULATION, Arm("greedy", 0), Arm("greedy", 2)]
+
+
+def test_only_the_synthetic_bench_lets_drafts_be_accepted_whatever_they_are() -> None:
+    root = Path(__file__).parents[2]
+    files = {file for folder in ("cotrain", "pipelines", "drafters") for file in (root / folder).rglob("*.py")}
+    named = {str(file.relative_to(root)) for file in files if "synthetic_rates" in file.read_text()}
+    assert named == {"cotrain/engine/arguments.py", "pipelines/engines.py", "pipelines/bench/synthetic.py"}
+    table = '{method = "eagle3", rejection_sample_method = "synthetic", synthetic_acceptance_length = 2.0}'
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.speculative_config: is set by cotrain"):
+        load_config([root / "configs" / "smoke.toml"], [f"rollout.vllm.speculative_config={table}"])
 
 
 @pytest.mark.parametrize("name", ["k", "batch", "rounds", "groups", "threads"])
@@ -345,7 +436,7 @@ def test_report_files(tmp_path: Path) -> None:
     write_results(tmp_path, ABOUT, [turn(NO_SPECULATION, 0, 1.0), drafted])
     text = (tmp_path / "bench.md").read_text()
     cells = [cell.strip() for cell in next(line for line in text.splitlines() if "greedy k=2" in line).split("|")]
-    assert cells[1:-1] == ["batch 1, greedy k=2", "120.0", "2.0", "-", "2.0", "2.0", "1.5", "[0.4, 0.1]"]
+    assert cells[1:-1] == ["batch 1, greedy k=2", "120.0", "2.0", "-", "2.0", "2.0", "-", "1.5", "[0.4, 0.1]"]
     assert "Note: k = 2 is much." in text and "EPYC, " in text and "vllm 0.32.0" in text
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [arm["arm"] for arm in found["arms"]] == ["batch 1, no speculation", "batch 1, greedy k=2"]

@@ -78,6 +78,27 @@ def seeded_pairs() -> list[list[str]]:
     return calls
 
 
+def accepted_at_rates(greedy: bool) -> list[int]:
+    """Of NUM_REQUESTS requests with two draft tokens, how many accept none, one and both at conditional rates 0.8 and 0.25."""
+    sampling = metadata(torch.full((NUM_REQUESTS,), 0.0 if greedy else 1.0))
+    sampling.all_greedy, sampling.all_random = greedy, not greedy
+    output = rejection_sampler.rejection_sample(
+        torch.randint(VOCAB, (2 * NUM_REQUESTS,), dtype=torch.int32), [2] * NUM_REQUESTS, 2,
+        torch.arange(2, 2 * NUM_REQUESTS + 1, 2, dtype=torch.int32), torch.full((2 * NUM_REQUESTS, VOCAB), 1 / VOCAB),
+        torch.randn(2 * NUM_REQUESTS, VOCAB), torch.zeros(NUM_REQUESTS, 1, dtype=torch.int32), sampling,
+        synthetic_mode=True, synthetic_conditional_rates=torch.tensor([0.8, 0.25]),
+    )  # fmt: skip
+    return ((output >= 0).sum(1) - 1).bincount(minlength=3).tolist()
+
+
+def refused() -> str:
+    """What vLLM says to acceptance at given rates."""
+    try:
+        return str(accepted_at_rates(False))
+    except AssertionError as error:
+        return str(error)
+
+
 def findings() -> dict[str, object]:
     """Everything the tests look at."""
     torch.manual_seed(0)
@@ -90,12 +111,13 @@ def findings() -> dict[str, object]:
 if __name__ == "__main__":
     current_platform.register_triton_kernel_overrides()  # as vLLM's worker does
     torch.use_deterministic_algorithms(True)  # new memory then holds NaN or the largest integer, never a lucky value
-    before = findings()
+    before = findings() | {"rates": refused()}
     vllm_compat.apply_patches()
     after = findings() | {
         "counts_top_k": first_token_counts(3),
         "counts_greedy": first_token_counts(None, GREEDY, False),
         "counts_nan": first_token_counts(None, DRAFT, torch.nan),
         "seeded": seeded_pairs(),
+        "rates": [accepted_at_rates(greedy) for greedy in (False, True)],
     }
     print(json.dumps({"before": before, "after": after}))

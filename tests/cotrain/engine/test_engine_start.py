@@ -5,6 +5,7 @@ import inspect
 import pkgutil
 import queue
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,14 @@ def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
     assert arguments["max_num_seqs"] == 8
     assert arguments["speculative_config"]["num_speculative_tokens"] == K
     assert arguments["per_request_spec_decode_metrics"] == "detailed"  # counts are sorted by draft length
+
+
+def test_drafts_are_verified_unless_an_engine_is_given_rates(tmp_path: Path) -> None:
+    verified = engine_arguments(spec_of(tmp_path))["speculative_config"]
+    assert not [name for name in verified if "reject" in name or "synthetic" in name]
+    speculation = engine_arguments(replace(spec_of(tmp_path), synthetic_rates=(0.5, 0.2)))["speculative_config"]
+    added = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.2]}
+    assert speculation == verified | added | {"draft_load_config": {"load_format": "auto"}}
 
 
 def test_vllm_decides_whether_scheduling_is_asynchronous_unless_there_is_a_history(tmp_path: Path) -> None:

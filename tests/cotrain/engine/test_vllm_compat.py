@@ -74,6 +74,16 @@ def test_a_seeded_request_is_given_its_own_recovered_tokens(sampling_faults):
     assert len(set(others)) > 1
 
 
+def test_vllm_refuses_acceptance_at_given_rates(sampling_faults):
+    assert sampling_faults["before"]["rates"] == "Synthetic acceptance not supported with CPU sampling"
+
+
+def test_with_the_patch_drafts_are_accepted_at_these_rates(sampling_faults):
+    expected = [NUM_REQUESTS * share for share in (0.2, 0.8 * 0.75, 0.8 * 0.25)]
+    for counts in sampling_faults["after"]["rates"]:
+        assert chisquare(counts, expected).pvalue > 1e-4
+
+
 def chunked_prefill() -> SimpleNamespace:
     """A model runner in whose batch the second of three seeded requests has a part of its prompt before it."""
     generators = {i: torch.Generator().manual_seed(i) for i in range(3)}
