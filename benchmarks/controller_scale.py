@@ -142,7 +142,7 @@ def measure(in_flight: int, lag: int, engines: int, seed: int, folder: Path) -> 
     reactor = Reactor(cluster, 60.0)
     tokenizer = SimpleNamespace(apply_chat_template=lambda *_, **__: [1] * PROMPT_TOKENS)
     prompts = Prompts(Task(), PromptOrder(DATASET, groups, seed), tokenizer)
-    roles = Roles(Engines(engines), Rewards(), None, None, None, reactor, None, None)
+    roles = Roles(Engines(engines), [Rewards()], None, None, None, reactor, None, None)
     producer = Producer(config, roles, prompts, RowFile(folder / "stream.jsonl"))
     gc.collect()
     gc.freeze()  # as in a run

@@ -1,4 +1,4 @@
-"""Rewards in a process of their own, beside generation: a scorer that hangs or dies does not take the run with it."""
+"""Rewards in processes of their own, beside generation: a scorer that hangs or dies does not take the run with it."""
 
 import traceback
 from typing import Any
@@ -7,6 +7,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import TaskFailed
+from cotrain.process.placement import roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.records import Prompt
 from cotrain.transport.nodes import Nodes
@@ -37,11 +38,11 @@ class RewardActor(Actor):
 
 
 class Rewards:
-    """The scoring process as the stream sees it."""
+    """A scoring process as the stream sees it."""
 
-    def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig):
-        self._cluster, self._config = cluster, config
-        self._environment = nodes.call(cluster.node_of["rewards"], openmp_environment, 1)
+    def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig, role: str):
+        self._cluster, self._config, self._role = cluster, config, role
+        self._environment = nodes.call(cluster.node_of[role], openmp_environment, 1)
         self._actor: Any = None
         self.starting = self.restart()  # reference of the process's first start
 
@@ -49,9 +50,14 @@ class Rewards:
         """Kill the process and begin to start another one. Returns the reference of its start, which raises what that raises."""
         if self._actor is not None:
             self._cluster.kill(self._actor)
-        self._actor = self._cluster.start(RewardActor, "rewards", self._environment)
+        self._actor = self._cluster.start(RewardActor, self._role, self._environment)
         return self._actor.start.remote(self._config)
 
     def begin(self, prompt: Prompt, responses: list[str]) -> Any:
         """Begin to score responses to a prompt, once the process has started. Returns the reference of their rewards."""
         return self._actor.score.remote(prompt, responses)
+
+
+def start_scorers(cluster: Cluster, nodes: Nodes, config: RunConfig) -> list[Rewards]:
+    """Begin to start task.num_scorers scoring processes."""
+    return [Rewards(cluster, nodes, config, role) for role in roles_of(config) if role.startswith("rewards")]

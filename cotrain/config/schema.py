@@ -271,6 +271,8 @@ class DatasetTask(DatasetSource):
     """System message before each question. It replaces one in a dataset's row."""
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
+    num_scorers: PositiveInt = 1
+    """Processes that compute rewards. More help where groups wait for their rewards (time/reward_queue_s), and cores are free."""
 
 
 class ReasoningGymTask(Section):
@@ -288,6 +290,8 @@ class ReasoningGymTask(Section):
     """System message before each question."""
     instruction: str = ""
     """Text put after each question, for example how to write the answer."""
+    num_scorers: PositiveInt = 1
+    """Processes that compute rewards. More help where groups wait for their rewards (time/reward_queue_s), and cores are free."""
 
 
 class PolicyRollouts(Section):

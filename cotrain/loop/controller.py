@@ -138,8 +138,9 @@ class Controller:
         speculates = self.config.speculates and self.mode is None
         self.producer.admit(taps := speculates and self.roles.drafter is not None)
         stream = self.producer.metrics()
-        with clock.phase("wait_for_rollouts" if lag else "generate"):
+        with clock.phase(waiting := "wait_for_rollouts" if lag else "generate"):
             groups = self._take()
+        clock.seconds["reward_queue"] = min(self.producer.reward_queue_s, clock.seconds[waiting])
         self.producer.windows.waited(clock.seconds.get("wait_for_rollouts", 0.0))
         scored = self._scored(groups)
         rollouts = [one.rollout for one in scored]
@@ -289,7 +290,7 @@ class Controller:
         records.metrics.write(step, row)
         records.tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), result.scored, result.prompts, self.prompts.tokenizer)
-        notes = [records.tracker.behind, *(event.in_short() for event in result.events), self.mode or ""]
+        notes = [records.tracker.behind, *(event.in_short() for event in result.events), result.advice, self.mode or ""]
         records.console.step(step, self.config.steps, row, self.versions, notes)
         for event in result.events:
             if event.is_bad_news:

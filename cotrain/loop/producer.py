@@ -54,6 +54,10 @@ class GroupResult:
     rollouts: list[Rollout]
     rewards: list[float]
     failure: TaskFailed | None = None
+    finished_at: float = 0.0
+    """When its responses were there; 0 in a group that was restored."""
+    scorer_began_at: float = 0.0
+    """When a scorer began on them."""
 
 
 class Producer:
@@ -83,6 +87,8 @@ class Producer:
         """Groups whose prompt or reward has failed, by step; those of a step end the run together."""
         self._queue: deque[Group] = deque()
         self._outstanding = [0] * rollout.num_engines  # requests that each engine has not finished
+        self.reward_queue_s = 0.0
+        """Seconds after the last response of the taken step in which groups of it waited for a busy scorer."""
         self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._score_lost)
         roles.reactor.watch(self._tick, self.ledger.describe)
 
@@ -117,9 +123,14 @@ class Producer:
         numbers = self.ledger.take()
         if numbers is None and (failure := self._failure()) is not None:
             raise failure
-        for number in numbers or ():
+        if numbers is None:
+            return None
+        for number in numbers:
             self._event("taken", number)
-        return None if numbers is None else [self._results[number] for number in numbers]
+        groups = [self._results[number] for number in numbers]
+        queue = max(group.scorer_began_at for group in groups) - max(group.finished_at for group in groups)
+        self.reward_queue_s = max(0.0, queue)
+        return groups
 
     def _failure(self) -> TaskFailed | None:
         """Return the first failure in the next step, if all of its groups that are not scored have failed."""
@@ -223,7 +234,7 @@ class Producer:
         self.windows.add(engine, batch, place)
         self._roles.engines.share_history(engine, reference)
         result = self._results[number]
-        result.rollouts = batch.rollouts
+        result.rollouts, result.finished_at = batch.rollouts, time.monotonic()
         self.ledger.move(number, "finished")
         lengths = [len(rollout.token_ids) for rollout in result.rollouts]
         told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
@@ -244,11 +255,11 @@ class Producer:
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 
-    def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
+    def _scored(self, number: int, rewards: list[float] | TaskFailed, began: float) -> None:
         result = self._results[number]
         if isinstance(rewards, TaskFailed):
             return self._fail(number, rewards)
-        result.rewards = rewards
+        result.rewards, result.scorer_began_at = rewards, began
         lengths = [len(rollout.token_ids) for rollout in result.rollouts]
         cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
         # Not when it finished, since a group that is not scored starts over after a resume.

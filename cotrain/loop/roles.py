@@ -20,7 +20,7 @@ class Roles:
     """
 
     engines: RolloutEngines
-    rewards: Rewards
+    rewards: list[Rewards]
     policy: Policy
     drafter: Drafter | None
     publisher: Publisher | None

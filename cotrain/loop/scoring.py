@@ -1,7 +1,8 @@
-"""Scores finished groups beside generation, one after the other, and replaces a scorer that hangs or dies."""
+"""Scores finished groups beside generation, and replaces a scorer that hangs or dies. A scorer works on one after the other."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,65 +12,84 @@ from cotrain.process.failures import TaskFailed
 from cotrain.records import Prompt
 
 
+@dataclass
+class Scorer:
+    """A scoring process, and what it works on."""
+
+    rewards: Rewards
+    ready: bool = False
+    """Whether it has started."""
+    begun: dict[int, Any] = field(default_factory=dict)
+    """References of the rewards of its groups, in the order in which it works on them."""
+    began: float = 0.0
+    """When it began to work on the first of them."""
+
+
 class Scoring:
     """The groups that wait for their rewards, by number."""
 
     def __init__(
         self,
-        rewards: Rewards,
+        rewards: Sequence[Rewards],
         reactor: Reactor,
         timeout_s: float,
-        scored: Callable[[int, list[float] | TaskFailed], None],
+        scored: Callable[[int, list[float] | TaskFailed, float], None],
         lost: Callable[[int, str], None],
     ):
-        """timeout_s: seconds after which a scorer counts as hung. scored: called with a group's number and its rewards.
+        """timeout_s: seconds after which a scorer counts as hung.
 
+        scored: called with a group's number, its rewards, and the time when a scorer began on it.
         lost: called with a group's number and the reason when its scorer hung or died; the group is then no longer scored.
         """
-        self._rewards, self._reactor, self._timeout_s = rewards, reactor, timeout_s
+        self._reactor, self._timeout_s = reactor, timeout_s
         self._when_scored, self._when_lost = scored, lost
         self._waiting: dict[int, tuple[Prompt, list[str]]] = {}
-        self._begun: dict[int, Any] = {}  # references of their rewards, in the order in which the scorer works on them
-        self.ready = False
-        """Whether the scorer has started."""
-        self._began = 0.0  # when the scorer began to work on the first of them
-        reactor.add(rewards.starting, self._started)
+        self._scorers = [Scorer(one) for one in rewards]
+        for scorer in self._scorers:
+            reactor.add(scorer.rewards.starting, partial(self._started, scorer))
 
     def add(self, number: int, prompt: Prompt, responses: list[str]) -> None:
         """Score the responses to a group's prompt."""
         self._waiting[number] = prompt, responses
-        if self.ready:
-            self._begin(number)
+        self._hand_out([number])
 
     def check_time(self) -> None:
-        """Replace a scorer that has worked on one group for too long. Called regularly."""
-        late = time.monotonic() - self._began > self._timeout_s
-        if self._begun and late and not self._reactor.is_there(next(iter(self._begun.values()))):
-            self._replace("the scorer did not answer")
+        """Replace each scorer that has worked on one group for too long. Called regularly."""
+        for scorer in self._scorers:
+            late = time.monotonic() - scorer.began > self._timeout_s
+            if scorer.begun and late and not self._reactor.is_there(next(iter(scorer.begun.values()))):
+                self._replace(scorer, "the scorer did not answer")
 
-    def _begin(self, number: int) -> None:
-        if not self._begun:
-            self._began = time.monotonic()
-        self._begun[number] = reference = self._rewards.begin(*self._waiting[number])
-        self._reactor.add(reference, partial(self._scored, number), lambda _: self._replace("the scorer died"))
+    def _hand_out(self, numbers: Iterable[int]) -> None:
+        """Give each group to the scorer that has the fewest; all of them wait while no scorer is ready."""
+        ready = [scorer for scorer in self._scorers if scorer.ready]
+        for number in numbers if ready else ():
+            self._begin(min(ready, key=lambda scorer: len(scorer.begun)), number)
 
-    def _started(self, _: None) -> None:
-        self.ready = True
-        for number in self._waiting:
-            self._begin(number)
+    def _begin(self, scorer: Scorer, number: int) -> None:
+        if not scorer.begun:
+            scorer.began = time.monotonic()
+        scorer.begun[number] = reference = scorer.rewards.begin(*self._waiting[number])
+        scored = partial(self._scored, scorer, number)
+        self._reactor.add(reference, scored, lambda _: self._replace(scorer, "the scorer died"))
 
-    def _scored(self, number: int, rewards: list[float] | TaskFailed) -> None:
-        del self._begun[number], self._waiting[number]
-        self._began = time.monotonic()
-        self._when_scored(number, rewards)
+    def _started(self, scorer: Scorer, _: None) -> None:
+        scorer.ready = True
+        self._hand_out(number for number in self._waiting if not any(number in one.begun for one in self._scorers))
 
-    def _replace(self, reason: str) -> None:
-        """Give up the group that was being scored, and let a new process score those that wait behind it."""
-        lost = next(iter(self._begun))
-        for reference in self._begun.values():
+    def _scored(self, scorer: Scorer, number: int, rewards: list[float] | TaskFailed) -> None:
+        del scorer.begun[number], self._waiting[number]
+        began, scorer.began = scorer.began, time.monotonic()
+        self._when_scored(number, rewards, began)
+
+    def _replace(self, scorer: Scorer, reason: str) -> None:
+        """Give up the group that was being scored, hand out those that wait behind it, and start a new process."""
+        lost, *behind = scorer.begun
+        for reference in scorer.begun.values():
             self._reactor.drop(reference)
-        self._begun.clear()
+        scorer.begun.clear()
         del self._waiting[lost]
-        self.ready = False
-        self._reactor.add(self._rewards.restart(), self._started)
+        scorer.ready = False
+        self._reactor.add(scorer.rewards.restart(), partial(self._started, scorer))
+        self._hand_out(behind)
         self._when_lost(lost, reason)

@@ -12,6 +12,9 @@ from cotrain.records import Prompt, ScoredRollout, SwapReport, Versions
 from cotrain.run.console import Console
 from cotrain.run.step_metrics import idle_metrics, lag_metrics, rollout_metrics
 
+LONG_QUEUE = 0.1
+"""Share of a step above which waiting for busy scorers is worth a note."""
+
 
 class Clock:
     """Seconds of the phases of a step, each shown on the console while it runs."""
@@ -65,6 +68,13 @@ class StepResult:
     def events(self) -> list[DrafterEvent]:
         """What happened to the drafter."""
         return [event for outcome in self.outcomes for event in outcome.events]
+
+    @property
+    def advice(self) -> str:
+        """A note for the step line; empty unless busy scorers held the step up."""
+        queue = self.seconds["reward_queue"]
+        held_up = queue > LONG_QUEUE * self.seconds["step"]
+        return f"{queue:.1f}s for busy scorers: raise task.num_scorers" if held_up else ""
 
     def row(self, config: RunConfig) -> dict[str, float]:
         """Return the metrics of the step."""

@@ -90,7 +90,7 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
     if not num_gpus:
         return "cpu", {}
     engines = [role for role in roles_of(config) if role.startswith("rollout") and ranks > 1]
-    others = [role for role in roles_of(config) if role not in (*engines, "rewards")]
+    others = [role for role in roles_of(config) if role not in engines and not role.startswith("rewards")]
     left = num_gpus - ranks * len(engines)
     if max(gpus_of_nodes) < ranks or left < 1:
         raise ValueError(

@@ -13,10 +13,13 @@ PLACEMENT_SECONDS = 60.0
 
 def roles_of(config: RunConfig) -> list[str]:
     """Return the names of the processes of a run."""
-    ranks = config.policy.num_processes
-    policy = ["policy"] if ranks == 1 else [f"policy_{rank}" for rank in range(ranks)]
     drafter = ["drafter"] if config.drafter is not None else []
-    return [*(f"rollout_{i}" for i in range(config.rollout.num_engines)), *policy, *drafter, "rewards"]
+    policy, rewards = _numbered("policy", config.policy.num_processes), _numbered("rewards", config.task.num_scorers)
+    return [*(f"rollout_{i}" for i in range(config.rollout.num_engines)), *policy, *drafter, *rewards]
+
+
+def _numbered(role: str, number: int) -> list[str]:
+    return [role] if number == 1 else [f"{role}_{i}" for i in range(number)]
 
 
 def bundles_of(config: RunConfig, gpus: Mapping[str, float]) -> list[dict[str, float]]:
@@ -67,7 +70,7 @@ def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, s
         free = (f"{n['NodeManagerAddress']} {_in_words(nothing | left.get(n['NodeID'], {}))}" for n in alive)
         raise RunFailure(
             f"the cluster cannot place all roles at once. Needed: {needed}. Free: {'; '.join(free)}. "
-            "Add nodes, end what else runs there, or lower rollout.num_engines or policy.num_processes"
+            "Add nodes, end what else runs there, or lower rollout.num_engines, policy.num_processes or task.num_scorers"
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
     return group, {role: node_of[index] for index, role in enumerate(roles)}

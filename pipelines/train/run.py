@@ -8,7 +8,7 @@ from typing import Any
 from cotrain.actors.drafter import start_drafter
 from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import start_policy
-from cotrain.actors.rewards import Rewards
+from cotrain.actors.rewards import start_scorers
 from cotrain.config.schema import RunConfig
 from cotrain.loop.controller import POLICY_FILE, Controller
 from cotrain.loop.controller import Records as Records
@@ -54,7 +54,7 @@ def start_roles(
     versions, drafter, serving, publisher = state.versions, None, None, None
     checkpoint = run_dir.checkpoint(state.step)
     current = CurrentWeights(versions, config.stream.max_policy_lag)
-    reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), Rewards(cluster, nodes, config)
+    reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), start_scorers(cluster, nodes, config)
     engines = RolloutEngines(cluster, nodes, config, current, reactor.add)
     if config.drafter is not None:
         folder = run_dir.path / "drafter_init"

@@ -62,7 +62,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         current = world.current = CurrentWeights(state.versions, config.stream.max_policy_lag)
         publisher = Publisher(publisher_spec(config), world, world, tmp_path, current)
         learners: Any = (Policy(), Drafter(world), publisher)
-        roles: Any = Roles(simulated_roles.Engines(world), Rewards(), *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
+        roles: Any = Roles(simulated_roles.Engines(world), [Rewards()], *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ def test_a_reward_that_fails_ends_the_run_once_what_is_finished_is_saved(start: 
     expected = go(start(World(-2.0, learns=0.8), name="straight"), 6)
     controller = start(World(-2.0, learns=0.8), name="failing")
     go(controller, 4)
-    controller.roles.rewards.failing = {str(i) for i in range(PROMPTS)}
+    controller.roles.rewards[0].failing = {str(i) for i in range(PROMPTS)}
     shutil.rmtree(controller.run_dir.checkpoint(4))  # stopping had saved it; a run that goes on saves step 3 and 6
     with pytest.raises(TaskFailed) as raised:
         go(controller, 6)
@@ -141,7 +141,7 @@ def test_a_reward_that_fails_ends_the_run_once_what_is_finished_is_saved(start: 
 
 def test_a_reward_that_fails_in_the_first_step_has_nothing_to_save(start: Any) -> None:
     controller = start(World(GOOD))
-    controller.roles.rewards.failing = {"0"}
+    controller.roles.rewards[0].failing = {"0"}
     with pytest.raises(TaskFailed, match=r"step 1: .*\n  See .*/logs/latest\. 0 steps are saved: mend"):
         go(controller, 1)
     assert latest_checkpoint(controller.run_dir) is None

@@ -1,139 +1,20 @@
 """The producer between simulated engines and a simulated scorer, on the reactor that runs use."""
 
 import json
-from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cotrain.loop.producer import Producer, Prompts
-from cotrain.loop.reactor import Reactor
-from cotrain.loop.roles import Roles
 from cotrain.loop.windows import StepWindow
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, SpeculationCounts, Versions, Window
-from cotrain.run.rows import RowFile, read_rows
+from cotrain.records import Segment, SpeculationCounts, Versions
+from cotrain.run.rows import read_rows
 from cotrain.tasks.prompts import PromptOrder
-from tests.cotrain.loop.simulated_ray import Cluster, Reference
-
-P, SAMPLES, NUM_PROMPTS = 4, 2, 40
-
-
-class Engines:
-    def __init__(self, reactor: Reactor) -> None:
-        self.reactor = reactor
-        self.calls: list[tuple[int, list[str]]] = []
-        self.seeds: dict[str, list[int | None]] = {}
-        self.in_dispatch = [0]
-        self.shared: list[tuple[int, int]] = []
-
-    def share_history(self, engine: int, generated: Reference) -> None:
-        assert generated.engine == engine
-        self.shared.append((engine, len(generated.what[1])))
-
-    def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int]
-    ) -> Reference:
-        """Groups that enter together are one call in `calls`."""
-        if not together[0]:
-            self.calls.append((engine, []))
-        self.calls[-1][1].append(requests[0].prompt_id)
-        assert len(self.calls[-1][1]) == together[0] + 1 <= together[1]
-        for request in requests:
-            self.seeds.setdefault(request.prompt_id, []).append(request.seed)
-        reference = Reference(("generate", requests))
-        reference.engine = engine
-        return reference
-
-    def lose(self, engine: int, failure: RunFailure) -> None:
-        if engine in self.in_dispatch:
-            self.in_dispatch.remove(engine)
-            self.reactor.add(Reference(("start", engine)), lambda _: self.in_dispatch.append(engine))
-
-    def take_windows(self) -> dict[int, Window]:
-        return {}
-
-
-class Rewards:
-    def __init__(self) -> None:
-        self.restarts, self.begun = 0, deque[Reference]()
-        self.starting = Reference(("scorer starts", None))
-
-    def begin(self, prompt: Prompt, responses: list[str]) -> Reference:
-        self.begun.append(Reference(("score", responses)))
-        return self.begun[-1]
-
-    def restart(self) -> Reference:
-        self.restarts += 1
-        return Reference(("scorer starts", None))
-
-
-class Task:
-    def __len__(self) -> int:
-        return NUM_PROMPTS
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(f"p{index}", [], None)
-
-
-class Stream:
-    """A producer and what is around it. `answer` decides which of the calls under way get their result."""
-
-    def __init__(self, run_config: Any, folder: Path, served: int = 0, saved: Any = None, **fields: Any):
-        stream = {"max_policy_lag": fields.pop("lag", 0), "reward_timeout_s": fields.pop("timeout", 60)}
-        rollout = {"prompts_per_step": P, "samples_per_prompt": SAMPLES, "vllm": {"max_num_seqs": 4}} | fields
-        self.config = run_config(steps=8, rollout=rollout, stream=stream)
-        prompts = Prompts(
-            Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
-        )  # type: ignore[arg-type]
-        self.cluster, self.rewards = Cluster(), Rewards()
-        self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
-        self.engines = Engines(self.reactor)
-        self.events = RowFile(folder / "stream.jsonl")
-        self.roles: Any = Roles(self.engines, self.rewards, None, None, None, self.reactor, None, None)  # type: ignore[arg-type]
-        self.producer = Producer(self.config, self.roles, prompts, self.events, served, saved)
-        self.prompts = prompts
-        self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
-        self.cluster.happens = self._answer_all
-
-    def _answer_all(self, references: list[Reference]) -> None:
-        for reference in references:
-            self.answer(reference)
-
-    def answer(self, reference: Reference) -> None:
-        kind, given = reference.what
-        if kind in ("start", "scorer starts"):
-            reference.result = "started"
-            return
-        reference.result = batch_of(given) if kind == "generate" else [float(len(text)) for text in given]
-
-    def step(self) -> list[Any]:
-        self.producer.admit(False)
-        taken: list[Any] = []
-        self.reactor.until(lambda: bool(taken.extend(self.producer.take() or ()) or taken))
-        return taken
-
-    def kinds(self, group: int) -> list[str]:
-        return [row["event"] for row in read_rows(self.events.path) if row.get("group") == group]
-
-
-def batch_of(requests: list[RolloutRequest]) -> RolloutBatch:
-    rollouts = [
-        Rollout(r.prompt_id, r.sample_index, r.prompt_token_ids, [5] * 3, [-1.0] * 3, "x" * (r.sample_index + 1), "stop",
-                Versions(0, 0), None)
-        for r in requests
-    ]  # fmt: skip
-    return RolloutBatch(rollouts, [request.prompt_id for request in requests[:1]], None, 1.0, 3 * len(rollouts))
-
-
-@pytest.fixture
-def new(run_config: Any, tmp_path: Path) -> Callable[..., Stream]:
-    return lambda **fields: Stream(run_config, tmp_path, **fields)
+from tests.cotrain.loop.simulated_ray import Reference
+from tests.cotrain.loop.simulated_stream import NUM_PROMPTS, SAMPLES, P, Stream, batch_of
 
 
 def test_without_lag_the_groups_of_a_step_enter_each_engine_together_in_the_order_of_its_prompts(new: Any) -> None:
@@ -204,48 +85,6 @@ def test_with_lag_each_group_is_a_call_and_engines_are_not_overfilled(new: Any) 
     assert len(taken) == P and stream.producer.ledger.count("taken") == P
 
 
-def test_a_scorer_that_does_not_answer_costs_its_group_which_is_generated_again(new: Any) -> None:
-    stream = new(timeout=0.05)
-    hung: list[Reference] = []
-
-    def answer(reference: Reference) -> None:
-        if reference.what[0] == "score" and (not hung or reference in hung):
-            hung[:] = [reference]
-        elif reference.what[0] == "score" and hung and not stream.rewards.restarts:
-            return  # it waits behind the one that hangs
-        else:
-            Stream.answer(stream, reference)
-
-    stream.answer = answer
-    taken = stream.step()
-    assert stream.rewards.restarts == 1 and len(taken) == P
-    lost = next(row for row in read_rows(stream.events.path) if row["event"] == "lost")
-    assert lost["reason"] == "the scorer did not answer"
-    assert stream.kinds(lost["group"]) == [
-        "admitted", "dispatched", "finished", "lost", "dispatched", "finished", "scored", "taken",
-    ]  # fmt: skip
-    assert stream.producer.metrics()["stream/lost_groups"] == 1
-    assert all(group.rewards == [1.0, 2.0] for group in taken)
-
-
-def test_a_scorer_that_dies_costs_its_group_and_in_the_end_another_prompt_takes_its_place(new: Any) -> None:
-    stream = new()
-    first = f"p{PromptOrder(NUM_PROMPTS, P, 0).step(1)[0]}"
-
-    def answer(reference: Reference) -> None:
-        Stream.answer(stream, reference)
-        number = next((n for n, begun in stream.producer._scoring._begun.items() if begun is reference), None)
-        if number is not None and stream.producer._results[number].prompt.id == first:
-            reference.result = RunFailure("rewards: its process has died")
-
-    stream.answer = answer
-    taken = stream.step()
-    assert stream.rewards.restarts == stream.producer.ledger.lost["the scorer died"] == 2
-    assert len(taken) == P and first not in [group.prompt.id for group in taken]
-    asked = [name for _, names in stream.engines.calls for name in names]
-    assert asked.count(first) == 2
-
-
 @pytest.mark.parametrize("lag", [0, 1])
 def test_groups_of_an_engine_that_dies_are_generated_elsewhere_until_it_is_back(new: Any, lag: int) -> None:
     stream = new(lag=lag, num_engines=2)
@@ -279,50 +118,6 @@ def test_groups_of_an_engine_that_dies_are_generated_elsewhere_until_it_is_back(
     assert {engine for engine, _ in stream.engines.calls[-4:]} == {0, 1}
 
 
-def test_the_time_of_a_scorer_counts_from_when_it_has_started(new: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first scorer hangs once, and each start takes longer than a reward may."""
-    stream, now = new(timeout=60), 0.0
-    monkeypatch.setattr("cotrain.loop.scoring.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
-    born, ready = dict[int, tuple[float, Reference]](), list[Reference]()
-
-    def answer(reference: Reference) -> None:
-        kind, _ = reference.what
-        age = now - born.setdefault(id(reference), (now, reference))[0]
-        if kind == "scorer starts" and age > 200:
-            ready.append(reference)
-        waits = {"scorer starts": age <= 200, "score": len(ready) < 2}  # for the second scorer, as the first one hangs
-        if not waits.get(kind):
-            Stream.answer(stream, reference)
-
-    def happens(references: list[Reference]) -> None:
-        nonlocal now
-        now += 10
-        stream._answer_all(references)
-
-    stream.answer, stream.cluster.happens = answer, happens
-    assert len(stream.step()) == P
-    assert stream.producer.ledger.lost == {"the scorer did not answer": 1}
-    assert 200 + 60 + 200 < now < 200 + 60 + 200 + 100
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_scorer_that_cannot_start_ends_the_run_with_its_own_error(new: Any, restarts: int) -> None:
-    stream = new()
-
-    def answer(reference: Reference) -> None:
-        kind, _ = reference.what
-        Stream.answer(stream, reference)
-        if kind == "score":
-            reference.result = RunFailure("rewards: its process has died")
-        elif kind == "scorer starts" and stream.rewards.restarts == restarts:
-            reference.result = ValueError("task.reward: my.reward cannot be imported")
-
-    stream.answer = answer
-    with pytest.raises(ValueError, match=r"task\.reward: my\.reward cannot be imported"):
-        stream.step()
-    assert stream.rewards.restarts == restarts
-
-
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_group_that_failed_ends_the_run_between_steps_when_all_else_is_scored(new: Any, lag: int) -> None:
     """So a step that is under way is finished, and a checkpoint can hold what is scored."""
@@ -331,7 +126,7 @@ def test_a_group_that_failed_ends_the_run_between_steps_when_all_else_is_scored(
 
     def answer(reference: Reference) -> None:
         Stream.answer(stream, reference)
-        number = next((n for n, begun in stream.producer._scoring._begun.items() if begun is reference), None)
+        number = next((n for n, begun in stream.begun() if begun is reference), None)
         if number is not None and stream.producer._results[number].prompt.id in second[1:3]:
             reference.result = TaskFailed(f"task.reward raised KeyError in group {number}")
 
@@ -364,19 +159,6 @@ def test_a_prompt_that_does_not_fit_fails_when_it_is_drawn(new: Any) -> None:
     ):
         stream.step()
     assert stream.producer.ledger.count("scored") == P - 1
-
-
-def test_what_a_scorer_raises_ends_the_run(new: Any) -> None:
-    stream = new()
-
-    def answer(reference: Reference) -> None:
-        Stream.answer(stream, reference)
-        if reference.what[0] == "score":
-            reference.result = ValueError("task.reward: my.reward must return a finite number")
-
-    stream.answer = answer
-    with pytest.raises(ValueError, match="must return a finite number"):
-        stream.step()
 
 
 def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> None:
@@ -419,7 +201,7 @@ def test_a_run_in_which_nothing_happens_any_more_ends_and_says_what_is_under_way
     with pytest.raises(RunFailure, match=r"4 do not answer; groups: 4 dispatched; oldest 0, admitted 4"):
         stream.step()
     idle = new()
-    idle.reactor.until(lambda: idle.producer._scoring.ready)
+    idle.reactor.until(lambda: idle.producer._scoring._scorers[0].ready)
     with pytest.raises(RunFailure, match="deadlock: no task is pending"):
         idle.reactor.until(lambda: False)
 

@@ -58,7 +58,7 @@ from cotrain.records import Prompt
 from cotrain.actors.rewards import Rewards
 reward, prompt = Path("my_reward.py"), Prompt("p", [{"role": "user", "content": "3 + 4?"}], 7)
 reward.write_text("def score(prompt, response, answer):\\n    return 1 / (len(response) - answer)\\n")
-rewards = Rewards(cluster, SimpleNamespace(call=lambda node, function, *args: function(*args)), config)
+rewards = Rewards(cluster, SimpleNamespace(call=lambda node, function, *args: function(*args)), config, "rewards")
 cluster.get([rewards.starting])
 paid, failed = cluster.get([rewards.begin(prompt, ["a" * 8, "a" * 9]), rewards.begin(prompt, ["a" * 7])])
 found |= {"paid": paid, "failed": [type(failed).__name__, str(failed)]}
@@ -113,6 +113,63 @@ def test_the_scoring_process_returns_what_a_reward_raises_and_its_restart_raises
     assert f'File "{folder}/my_reward.py", line 2, in score' in failure and "response: 'aaaaaaa'" in failure
     assert "ZeroDivisionError" in (folder / "rewards.log").read_text()
     assert found["restart"].startswith("task.reward: my_reward:score is neither") and "SyntaxError" in found["restart"]
+
+
+SCORERS = """
+import json, time
+from pathlib import Path
+from types import SimpleNamespace
+from cotrain.actors.rewards import start_scorers
+from cotrain.config.schema import RunConfig
+from cotrain.loop.reactor import Reactor
+from cotrain.loop.scoring import Scoring
+from cotrain.process.cluster import Cluster
+from cotrain.records import Prompt
+
+REWARD = '''
+import os, time
+def score(prompt, response, answer):
+    if response == "kills once" and not os.path.exists("killed"):
+        open("killed", "w").close()
+        os._exit(1)
+    time.sleep(answer)
+    print(response, os.getpid(), file=open("scored", "a"))
+    return float(len(response))
+'''
+Path("my_reward.py").write_text(REWARD)
+task = {"type": "dataset", "path": "is read by nobody here", "reward": "my_reward:score", "num_scorers": 2}
+config = RunConfig(name="scorers", steps=1, policy={"model": "tiny:llama"}, task=task)
+cluster = Cluster(config, Path.cwd())
+reactor = Reactor(cluster, 60.0)
+scorers = start_scorers(cluster, SimpleNamespace(call=lambda node, function, *args: function(*args)), config)
+cluster.get([one.starting for one in scorers])
+paid, lost, first = {}, [], [one._actor for one in scorers]
+scoring = Scoring(scorers, reactor, 30.0, lambda number, rewards, began: paid.update({number: rewards}), lambda *what: lost.append(what))
+reactor.until(lambda: all(one.ready for one in scoring._scorers))
+began = time.monotonic()
+for number in range(6):
+    scoring.add(number, Prompt(f"{number}", [], 0.5), ["x" * number])
+reactor.until(lambda: len(paid) == 6)
+found = {"seconds": time.monotonic() - began, "paid": paid}
+for number in range(6, 12):
+    scoring.add(number, Prompt(f"{number}", [], 0.01), ["kills once" if number == 6 else "y" * number])
+reactor.until(lambda: len(paid) + len(lost) == 12)
+scoring.add(6, Prompt("6", [], 0.01), ["kills once"])
+reactor.until(lambda: len(paid) == 12 and all(one.ready for one in scoring._scorers))
+found |= {"paid later": paid, "lost": lost, "same process": [one._actor is actor for one, actor in zip(scorers, first)]}
+found["processes"] = len({line.split()[-1] for line in Path("scored").read_text().splitlines()})
+cluster.stop()
+print(json.dumps(found))
+"""
+
+
+def test_several_scorers_work_side_by_side_and_one_that_dies_is_replaced_alone(tmp_path: Path) -> None:
+    found = run(SCORERS, tmp_path)
+    assert found["paid later"] == {str(i): [10.0 if i == 6 else float(i)] for i in range(12)}
+    assert found["seconds"] < 6 * 0.5  # what one scorer sleeps
+    assert found["lost"] == [[6, "the scorer died"]]
+    assert sorted(found["same process"]) == [False, True] and found["processes"] >= 2
+    assert {path.name for path in tmp_path.glob("rewards*.log")} == {"rewards_0.log", "rewards_1.log"}
 
 
 TOO_MANY = """
