@@ -1,8 +1,9 @@
 """Time of one policy update by stage: the learner's state is written, checked, loaded and read back.
 
-    python benchmarks/policy_swap.py [--model bundled:smollm2-135m-instruct] [--rounds 7] [--engine]
+    python -m benchmarks.policy_swap [--model bundled:smollm2-135m-instruct] [--dtype float32] [--rounds 7] [--engine] [--not-ahead]
 
-The stages run in this process on vLLM's model, as its worker runs them. With --engine, updates of a real engine are
+The stages run in this process on vLLM's model, as its worker runs them. The file is checked ahead, as in a run while the drafter
+trains, so that the update itself begins with loading. With --engine, updates of a real engine are
 timed as well: they include the pause, the messages between processes and the reset of the prefix cache.
 """
 
@@ -37,7 +38,7 @@ def learner_state(model: Path) -> dict[str, Any]:
     return {name: tensor for name, tensor in policy.state_dict().items() if name not in tied}
 
 
-def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Times]]:
+def measure_stages(model: Path, scratch: Path, dtype: str, rounds: int, ahead: bool) -> list[dict[str, Times]]:
     """Times of every stage, a row a round."""
     import torch
 
@@ -45,7 +46,7 @@ def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Ti
     from cotrain.weights import served as served_weights
     from cotrain.weights.payload import write_payload
 
-    state, (served, config) = learner_state(model), served_model(model, scratch)
+    state, (served, config) = learner_state(model), served_model(model, scratch, dtype)
     weights = vllm_weights.ModelWeights(served, config.model_config, scratch / "kept" / "target")
     row: dict[str, Times] = {}
     for stage, function in STAGES.items():
@@ -55,13 +56,15 @@ def measure_stages(model: Path, scratch: Path, rounds: int) -> list[dict[str, Ti
     for version in range(rounds):
         row.clear()
         move(state)
-        payload = timed(write_payload, "write", row)(state, scratch / "sent.safetensors", torch.bfloat16)
-        timed(weights.update, "all in the engine", row)(payload.path, payload.digests, version)
+        payload = timed(write_payload, "write", row)(state, scratch / "sent.safetensors", getattr(torch, dtype))
+        if ahead:
+            timed(weights.check_ahead, "checked ahead", row)(payload.path, payload.digests)
+        timed(weights.update, "all of the update", row)(payload.path, payload.digests, version)
         rows.append(dict(row))
     return rows
 
 
-def served_model(model: Path, scratch: Path) -> tuple[Any, Any]:
+def served_model(model: Path, scratch: Path, dtype: str) -> tuple[Any, Any]:
     """vLLM's model and configuration, loaded the way its worker does."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -72,7 +75,7 @@ def served_model(model: Path, scratch: Path) -> tuple[Any, Any]:
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
         initialize_model_parallel(1, 1)
-    arguments = EngineArgs(model=str(model), dtype="bfloat16", max_model_len=512, enforce_eager=True)
+    arguments = EngineArgs(model=str(model), dtype=dtype, max_model_len=512, enforce_eager=True)
     config = arguments.create_engine_config()
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
     with set_current_vllm_config(config):
@@ -97,7 +100,7 @@ def timed(function: Callable[..., Any], stage: str, row: dict[str, Times]) -> Ca
     return call
 
 
-async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[str, Times]]:
+async def measure_engine(model: Path, scratch: Path, dtype: str, rounds: int, ahead: bool) -> list[dict[str, Times]]:
     """Times of writing and of RolloutEngine.update_policy, and what the engine needs to start."""
     import torch
 
@@ -107,7 +110,9 @@ async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[s
     from cotrain.weights.payload import write_payload
 
     state, row = learner_state(model), {}
-    engine = RolloutEngine(EngineSpec(RolloutConfig(max_prompt_tokens=64), str(model), None, None, 0, str(scratch)))
+    engine = RolloutEngine(
+        EngineSpec(RolloutConfig(max_prompt_tokens=64, dtype=dtype), str(model), None, None, 0, str(scratch))
+    )
     started = time.perf_counter()
     await engine.start()
     print(f"the engine started in {time.perf_counter() - started:.1f} s")
@@ -116,7 +121,9 @@ async def measure_engine(model: Path, scratch: Path, rounds: int) -> list[dict[s
         for version in range(1, rounds + 1):
             row.clear()
             move(state)
-            payload = timed(write_payload, "write", row)(state, scratch / "sent.safetensors", torch.bfloat16)
+            payload = timed(write_payload, "write", row)(state, scratch / "sent.safetensors", getattr(torch, dtype))
+            if ahead:
+                await engine.check_policy(payload)
             row["update of the engine"] = ((await engine.update_policy(payload, version)).seconds, math.nan)
             rows.append(dict(row))
     finally:
@@ -147,15 +154,19 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--engine", action="store_true")
+    parser.add_argument(
+        "--not-ahead", action="store_true", help="check within the update, as for engines on other nodes"
+    )
     args = parser.parse_args()
     model = resolve_model(args.model)
     with shared_memory() as scratch:
         if args.engine:
-            report(asyncio.run(measure_engine(model, scratch, args.rounds)))
+            report(asyncio.run(measure_engine(model, scratch, args.dtype, args.rounds, not args.not_ahead)))
         else:
-            report(measure_stages(model, scratch, args.rounds))
+            report(measure_stages(model, scratch, args.dtype, args.rounds, not args.not_ahead))
 
 
 if __name__ == "__main__":

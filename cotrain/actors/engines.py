@@ -152,6 +152,12 @@ class RolloutEngines(Replicas):
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
+    def begin_check_policy(self, payload: WeightPayload, node: str) -> None:
+        """Let engines on the node of a policy's file check it ahead of `update_policy`, unless they get the policy without a file."""
+        for engine in self.in_dispatch if self._transfer is None else ():
+            if self.node_of[engine] == node:
+                self.begin(engine, RolloutEngine.check_policy, payload)
+
     def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
         returned, num_bytes = self._send_policy(self._transfer, keep_kv) if self._transfer else ([], payload.num_bytes)

@@ -1,4 +1,4 @@
-"""Weights as vLLM's CPU build (0.32) holds them, packed for its kernels: reading them back exactly, and packing them again."""
+"""Weights as vLLM's CPU build (0.32) holds them, packed for its kernels: reading them back exactly, and sharing them."""
 
 from collections.abc import Callable
 from math import prod
@@ -8,19 +8,17 @@ import torch
 from torch import Tensor, nn
 
 
-def repack_tied_weights(model: nn.Module) -> None:
-    """Pack the weights again of modules that share a parameter: the output head of a model with tied embeddings.
+def share_packed_weights(model: nn.Module) -> None:
+    """Let modules that share a parameter multiply by the same packed copy of it: embedding and head of a model that ties them.
 
     The layer-wise reload packs what it loads. Nothing is loaded into a tied head, so on CPU it would continue multiplying
     by its packed copy of the first weights. This function can go when vLLM's layerwise.py packs tied heads; 0.32 does not.
     """
-    packed: set[int] = set()
+    first: dict[int, Any] = {}
     module: Any
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
-            if id(module.weight) in packed:
-                module.quant_method.process_weights_after_loading(module)
-            packed.add(id(module.weight))
+            module.cpu_linear = first.setdefault(id(module.weight), module).cpu_linear
 
 
 def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cotrain.engine.cpu_packing import in_loaded_order, repack_tied_weights, unpack
+from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
 from cotrain.weights.served import ServedWeights
 
 T = TypeVar("T")
@@ -63,11 +63,11 @@ def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tenso
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """End what vLLM's initialize_layerwise_reload has begun, and pack tied weights again."""
+    """End what vLLM's initialize_layerwise_reload has begun, and let tied weights share a packed copy."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
-    repack_tied_weights(model)
+    share_packed_weights(model)
 
 
 def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:
@@ -121,7 +121,7 @@ def served_tensors(
                 for name, part in _unfused(full_name, module, tensor):
                     if name in by_served_name:
                         whole = expected[by_served_name[name]]
-                        wanted = whole if chosen is None else whole[:, chosen]
+                        wanted = whole if chosen is None else whole.index_select(1, chosen)
                         yield by_served_name[name], part, _part_of_this_rank(wanted, module, part.shape)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 
 from cotrain.engine.arguments import EngineSpec
@@ -43,6 +43,11 @@ class UpdatableEngine(EngineProcesses):
         async with death_in_words(self._engine):
             await pause.enter_async_context(self._paused(not keep_kv))
         self._held = Hold(since, pause)
+
+    async def check_policy(self, payload: WeightPayload) -> None:
+        """Check the weights of the next `update_policy` ahead of it. What it would refuse, it will refuse then."""
+        with suppress(RunFailure, RuntimeError):
+            await self.on_workers(EngineWorker.check_policy, payload.path, payload.digests)
 
     async def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and computed again with the new weights.

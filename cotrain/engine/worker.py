@@ -66,6 +66,9 @@ class EngineWorker:
         """sent: vLLM's weight transfer has loaded the policy, which is only compared with the file."""
         (self.weights[False].compare if sent else self.weights[False].update)(path, digests, turn)
 
+    def check_policy(self, path: str, digests: dict[str, str]) -> None:
+        self.weights[False].check_ahead(path, digests)
+
     def check_drafter(self, path: str, digests: dict[str, str]) -> None:
         self.weights[True].check(path, digests)
 

@@ -213,11 +213,11 @@ class Controller:
 
     def _learn(
         self, step: int, scored: list[ScoredRollout], batch: RolloutBatch, clock: Clock
-    ) -> tuple[Outcome | None, dict[str, float], Pending[WeightPayload | None] | None]:
+    ) -> tuple[Outcome | None, dict[str, float], WeightPayload | None]:
         """Update the policy. Meanwhile, score the drafters, decide which one serves, and train the drafter.
 
         With lag, the drafter's training continues during the next step. Returns the decision, the metrics of all learning, and
-        the file of the new weights, which is written while the drafter still trains. Raises DrafterAlarm, once recorded, if one
+        the file of the new weights, which is written and checked while the drafter still trains. Raises DrafterAlarm, once recorded, if one
         ends the run.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
@@ -245,20 +245,23 @@ class Controller:
             self.records.events.write(step, {"time": ended, "event": "policy updated", "seconds": ended - began})
             # The trainer must have read the file before it is written again.
             self.roles.reactor.wait(self._heads.references)
-            payload = policy.begin_write_payload(self.roles.nodes.scratch[policy.node] / POLICY_FILE)
+            written = policy.begin_write_payload(self.roles.nodes.scratch[policy.node] / POLICY_FILE)
+            self.roles.reactor.wait(written.references)
+            payload = policy.finish_payload(written)
+            self.roles.engines.begin_check_policy(payload, policy.node)
         if self._training is not None:
             if not self.config.stream.max_policy_lag:
                 self._training.finish()
             metrics = metrics | self._training.metrics()
         return outcome, metrics, payload
 
-    def _swap_policy(self, step: int, written: Pending[WeightPayload | None]) -> SwapReport:
+    def _swap_policy(self, step: int, payload: WeightPayload) -> SwapReport:
         drafter, nodes, ledger, reactor = self.roles.drafter, self.roles.nodes, self.producer.ledger, self.roles.reactor
         if self.config.stream.on_swap == "finish":
             started = time.perf_counter()
             reactor.until(lambda: not ledger.count("admitted", "dispatched"))
             self.producer.windows.waited(time.perf_counter() - started)
-        version, payload = self.versions.policy + 1, self.roles.policy.finish_payload(written)
+        version = self.versions.policy + 1
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
             self._heads = drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), version)

@@ -4,6 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 from cotrain.weights.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, digest, read_manifest, read_payload
 from drafters.files import weight_files
 
-READBACK_COLUMNS = 32
+READBACK_COLUMNS = 8
 """Input columns of each packed policy matrix that are read back after an update, others each time. Drafters are read back whole.
 
-An error that persists in one of n columns is found within ceil(n / 32) updates; an error in a share s of the columns is
-found at once with probability 1 - (1 - s)^32. Reading all columns takes several times as long."""
+An error that persists in one of n columns is found within ceil(n / 8) updates; an error in a share s of the columns is
+found at once with probability 1 - (1 - s)^8. Reading 32 columns takes twice as long, and all of them several times."""
 
 T = TypeVar("T")
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 class ServedWeights(ABC):
     """The weights of the policy or of the drafter as a tensor-parallel rank of an engine serves them. An update is
 
-    1. *checked*: file, names, shapes, checksums and finite values, before anything is touched;
+    1. *checked*: file, names, shapes, checksums and finite values, before anything is touched, and with `check_ahead` before the
+       engine pauses;
     2. *applied* to the model;
     3. *read back*: what the model serves is compared with what was sent, copies that the engine derives from it included;
     4. *undone* if that differs: the last good state is applied and read back, and only then is the update refused.
@@ -47,6 +49,7 @@ class ServedWeights(ABC):
         """
         self._checkpoint, self._dtype, self._never_sent, self._is_drafter = checkpoint, dtype, never_sent, is_drafter
         self._kept, self._before, self._new = (kept.with_suffix(s) for s in (".safetensors", ".before", ".new"))
+        self._ahead: tuple[str, dict[str, str], dict[str, Tensor]] | None = None  # what `check_ahead` has checked
         kept.parent.mkdir(parents=True, exist_ok=True)
 
     @abstractmethod
@@ -68,22 +71,32 @@ class ServedWeights(ABC):
         """Read and check an update without touching the model. Returns its tensors. Raises WeightUpdateRefused."""
         return self.on_all_ranks(lambda: read_payload(path, digests, self._expected()))
 
+    def check_ahead(self, path: str, digests: dict[str, str]) -> None:
+        """Check what the next `update` will serve, which then takes the tensors from here. Raises WeightUpdateRefused."""
+        self._ahead = None
+        self.on_all_ranks(lambda: self._keep(path))
+        self._ahead = path, digests, self.check(path, digests)
+
     def update(self, path: str, digests: dict[str, str], turn: int = 0) -> None:
         """Serve an update. Raises WeightUpdateRefused, after which the model serves what it served before.
 
         turn: each turn reads other columns of packed policy matrices back. Raises RuntimeError with WEIGHTS_UNKNOWN when the
         model could not be brought back to what it served.
         """
-        tensors = self.check(path, digests)
-        self.on_all_ranks(lambda: self._keep(path))  # it can fail, so it comes before the model is touched
+        if self._ahead is None or self._ahead[:2] != (path, digests):
+            self.check_ahead(path, digests)  # and what can fail comes before the model is touched
+        assert self._ahead is not None
+        (_, _, tensors), self._ahead = self._ahead, None
         try:
             self.on_all_ranks(lambda: self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn))
         except WeightUpdateRefused as error:
             self.restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
-        if self._is_drafter and self._kept.exists():
+        if self._kept.exists():
             os.replace(self._kept, self._before)
         os.replace(self._new, self._kept)
+        if not self._is_drafter:  # in a thread, because giving the memory back takes a tenth of an update
+            Thread(target=self._before.unlink, kwargs={"missing_ok": True}).start()
 
     def compare(self, path: str, digests: dict[str, str], turn: int) -> None:
         """Compare what is served with the tensors of a file. Raises RuntimeError with WEIGHTS_UNKNOWN where they differ."""

@@ -58,6 +58,8 @@ class Engines:
     def take_windows(self) -> dict[int, Window]:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
 
+    def begin_check_policy(self, payload: WeightPayload, node: str) -> None: ...
+
     def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool) -> SwapReport:
         self.world.current.record_policy(payload, version)
         return SwapReport(0.2, 10)

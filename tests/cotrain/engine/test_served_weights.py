@@ -1,6 +1,7 @@
 """Weight updates on vLLM's own models: whole updates or none, and the way back when a check fails late."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 
 from cotrain.engine import loading as vllm_weights
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
+from cotrain.weights.served import READBACK_COLUMNS
 from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.engine.conftest import moved
 
@@ -68,6 +70,33 @@ def test_target_and_drafter_are_updated_apart(session):
     assert session.kept() == ["drafter.safetensors", "target.safetensors"]
 
 
+def test_what_was_checked_ahead_is_served_and_held_whatever_has_its_name_since(session):
+    first, second = moved(session.target.state, seed=1), moved(session.target.state, seed=2)
+    weights, sent = session.weights[False], session.folder / "sent.safetensors"
+    payload = write_payload(first, sent, torch.float32)
+    weights.check_ahead(payload.path, payload.digests)
+    assert session.serves(session.target, session.target.state)
+    write_payload(second, sent, torch.float32)
+    weights.update(payload.path, payload.digests)
+    assert session.serves(session.target, first)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in weights.last_good().items())
+    with pytest.raises(WeightUpdateRefused, match="checksum differs"):  # what was checked ahead serves one update
+        weights.update(payload.path, payload.digests)
+
+
+def test_an_update_that_was_not_the_one_checked_ahead_is_checked_itself(session):
+    first, second = moved(session.target.state, seed=1), moved(session.target.state, seed=2)
+    session.send(first, action="check_ahead")
+    session.send(second)
+    assert session.serves(session.target, second)
+    session.send(first, action="check_ahead")
+    with pytest.raises(WeightUpdateRefused, match="non-finite"):
+        session.send({name: tensor * float("nan") for name, tensor in first.items()}, action="check_ahead")
+    with pytest.raises(WeightUpdateRefused, match="non-finite"):
+        session.send({name: tensor * float("nan") for name, tensor in first.items()})
+    assert session.serves(session.target, second)
+
+
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_reload_that_goes_wrong_is_undone_to_the_checkpoint(session, once_wrong, draft):
     served = session.drafter if draft else session.target
@@ -104,9 +133,9 @@ def test_a_reload_that_fails_is_undone(session, monkeypatch):
     assert session.serves(session.target, session.target.state)
 
 
-@pytest.mark.parametrize("column", [0, 31, 50, 95])
+@pytest.mark.parametrize("column", [0, 50, 95])
 def test_a_column_that_stays_wrong_is_found_within_the_stated_updates(session, monkeypatch, column):
-    """With 32 of 96 columns compared in each update that is 3 updates."""
+    """With 8 of 96 columns compared in each update that is 12 updates."""
     reload = vllm_weights.reload_weights
     name = next(n for n in session.target.state if n.endswith("down_proj.weight"))
 
@@ -117,9 +146,9 @@ def test_a_column_that_stays_wrong_is_found_within_the_stated_updates(session, m
 
     monkeypatch.setattr(vllm_weights, "reload_weights", reload_wrongly)
     monkeypatch.setattr(session.weights[False], "restore", lambda: reload(*_loaded(session)))
-    for first in (1, 5, 6):
+    for first in (1, 6):
         with pytest.raises(WeightUpdateRefused, match=rf"served weights differ.*{name}"):
-            for version in range(first, first + 3):
+            for version in range(first, first + 96 // READBACK_COLUMNS):
                 session.send(session.target.state, turn=version)
 
 
@@ -213,6 +242,8 @@ def test_no_more_updates_are_held_than_a_restore_or_an_undo_needs(session, monke
     monkeypatch.setattr(os, "replace", watched)
     for version in range(4):
         session.send(moved(served.state, seed=version), draft=draft, turn=version)
+        while not draft and any(session.folder.rglob("*.before")):  # it is deleted in a thread
+            time.sleep(0.01)
         after.append(held_bytes(session.folder))
     size = (session.folder / "sent.safetensors").stat().st_size
     print(f"held after each update {[f'{n / size:.2f}' for n in after]}, most {max(most) / size:.2f}")
