@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -137,6 +138,26 @@ def test_a_reward_that_fails_ends_the_run_once_what_is_finished_is_saved(start: 
     world = controller.roles.engines.world
     world.step = 4  # which its engines have generated last, now that they have started anew
     assert go(start(world, name="failing"), 6) == expected
+
+
+def test_a_step_that_busy_scorers_hold_up_names_the_field(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = start(World(GOOD))
+    go(controller, 1)
+    assert "num_scorers" not in output(controller)
+    take, queue = controller.producer.take, [0.3, 100.0]
+
+    def slowly() -> Any:
+        taken = take()
+        if taken is not None:
+            time.sleep(0.3)
+            controller.producer.reward_queue_s = queue.pop(0)
+        return taken
+
+    monkeypatch.setattr(controller.producer, "take", slowly)
+    go(controller, 3)
+    rows = list(read_rows(controller.run_dir.metrics))[1:]
+    assert [row["time/reward_queue_s"] for row in rows] == [0.3, rows[1]["time/generate_s"]]
+    assert output(controller).count("s for busy scorers: raise task.num_scorers") == 2
 
 
 def test_a_reward_that_fails_in_the_first_step_has_nothing_to_save(start: Any) -> None:
