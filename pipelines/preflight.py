@@ -18,7 +18,6 @@ from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems
 from cotrain.config.schema import (
-    MIN_ROLLOUTS,
     DatasetSource,
     DatasetTask,
     DrafterConfig,
@@ -28,7 +27,6 @@ from cotrain.config.schema import (
     RunConfig,
 )
 from cotrain.config.surroundings import cache_problems, nearest
-from cotrain.engine.tap_admission import fewest_tapped, row_bytes
 from cotrain.models.loading import has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.process.scratch import SHARED_MEMORY
@@ -145,7 +143,7 @@ def find_problems(
         problems += _problems(_check_space, config, model)
     if drafter is not None:
         own = [_check_drafter_init] if not (resume or quick) and (drafter.init or native_head(model)) else []
-        for check in (_check_drafter_shape, _check_tap, *own):
+        for check in (_check_drafter_shape, *own):
             problems += _problems(check, config, drafter, model)
     return problems
 
@@ -269,14 +267,3 @@ def _check_drafter_init(config: RunConfig, drafter: DrafterConfig, model: Path) 
                 load_drafter(folder, TargetSpec.from_pretrained(model), config.rollout.num_positions, drafter.model)
         except ValueError as error:
             raise ValueError(f"{'drafter.init' if drafter.init else 'policy.model'}: {error}") from error
-
-
-def _check_tap(config: RunConfig, drafter: DrafterConfig, model: Path) -> None:
-    """The feature tap has room for a rollout of full length, and in each step for as many as the gate needs."""
-    width = (drafter.model.num_aux_layers + 1) * read_config(model).get("hidden_size", 0)
-    tapped = fewest_tapped(config.rollout, row_bytes(width, BYTES[config.rollout.dtype]))
-    if drafter.train and drafter.gate.publish_when != "always" and tapped < MIN_ROLLOUTS:
-        raise ValueError(
-            f"rollout.features.max_bytes: {config.rollout.features.max_bytes} holds {tapped} rollouts of full length a step, and "
-            f'drafter.gate needs {MIN_ROLLOUTS}; raise it, or set drafter.gate.publish_when = "always"'
-        )

@@ -97,11 +97,11 @@ class RolloutEngines(Replicas):
         return [by_key[request.prompt_id, request.sample_index] for request in requests]
 
     def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int] = (0, 1)
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int] = (0, 1)
     ) -> Any:
         """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch.
 
-        together: see RolloutEngine.generate.
+        tap, together: see RolloutEngine.generate.
         """
         return self.begin(engine, RolloutEngine.generate, requests, tap, together).reference
 

@@ -107,10 +107,11 @@ class SpeculationConfig(Section):
 
 
 class FeatureTapConfig(Section):
-    """Limit on the hidden states kept inside an engine. A random draw before each step decides which rollouts are tapped."""
+    """Limit on the hidden states kept inside an engine. Which rollouts are tapped is drawn before they run: as many as the drafter
+    trains on and is judged by, and as fit by the lengths of earlier ones."""
 
     max_bytes: PositiveInt = 2 * 2**30
-    """Most bytes held in each engine. The drafter trainer's buffer holds what drafter.buffer.max_age + 1 steps can bring."""
+    """Most bytes held in each engine, or one rollout. The trainer's buffer holds drafter.buffer.max_age + 1 times as much of each."""
 
 
 class RolloutConfig(Section):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine_death import death_in_words
 from cotrain.engine.processes import PARTIAL
 from cotrain.engine.speculation.draft_length import DraftLengths
-from cotrain.engine.tap_admission import TapRequest, choose, first_of_each_prompt, reserved_bytes, row_bytes
+from cotrain.engine.tap_admission import Admission, TapRequest, first_of_each_prompt, row_bytes
 from cotrain.engine.updates import UpdatableEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import (
@@ -42,7 +43,7 @@ class RolloutEngine(UpdatableEngine):
         self.decode_seconds = 0.0
         """Seconds of the last `generate` from when every request had its first token to the last token of all."""
         self._chooses = False  # does DraftLengths choose the draft length?
-        self._batches = self._tapped_bytes = 0
+        self._batches = 0
         self._entering: dict[int, tuple[list[RolloutRequest], asyncio.Future[Any]]] = {}
         """Calls whose requests wait for those of other calls, by place; see `generate`."""
 
@@ -80,7 +81,7 @@ class RolloutEngine(UpdatableEngine):
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, requests: list[RolloutRequest], tap: bool = True, together: tuple[int, int] = (0, 1), **overrides: Any
+        self, requests: list[RolloutRequest], tap: float = 1.0, together: tuple[int, int] = (0, 1), **overrides: Any
     ) -> RolloutBatch:
         """Generate one response to each request, in the order given.
 
@@ -88,7 +89,7 @@ class RolloutEngine(UpdatableEngine):
         if they were of one call; each call returns when its own requests have ended.
 
         Rollouts carry the versions that generated their tokens, which may change while they run.
-        tap: record and return hidden states of as many rollouts as fit into rollout.features.max_bytes at their greatest length.
+        tap: share of the rollouts whose hidden states are recorded and returned, as far as rollout.features.max_bytes has room.
         overrides: sampling parameters of this call (greedy checks, bench). Nothing about acceptance is learnt until such a call
         ends, so only calls with overrides may overlap it. The history index learns from it all the same.
         """
@@ -106,6 +107,7 @@ class RolloutEngine(UpdatableEngine):
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
         rollouts = {n: self._rollout(r, output) for (n, r), output in zip(named.items(), outputs, strict=True)}
         features, stats = await self._take_features(tapped, {name: rollouts[name] for name in tapped})
+        self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
         return RolloutBatch(
             rollouts=list(rollouts.values()),
             features=features,
@@ -116,7 +118,7 @@ class RolloutEngine(UpdatableEngine):
         )
 
     async def _enter(
-        self, requests: list[RolloutRequest], tap: bool, together: tuple[int, int], overrides: dict[str, Any]
+        self, requests: list[RolloutRequest], tap: float, together: tuple[int, int], overrides: dict[str, Any]
     ) -> tuple[dict[str, RolloutRequest], dict[str, TapRequest], list[Any]]:
         """Let the requests enter, with those of the other calls. Returns them and the tapped ones by name, and their outputs."""
         place, number = together
@@ -135,7 +137,7 @@ class RolloutEngine(UpdatableEngine):
         return await entered
 
     async def _begin(
-        self, groups: list[list[RolloutRequest]], tap: bool, overrides: dict[str, Any]
+        self, groups: list[list[RolloutRequest]], tap: float, overrides: dict[str, Any]
     ) -> list[tuple[dict[str, RolloutRequest], dict[str, TapRequest], list[Any]]]:
         """Choose which requests are tapped, and let all enter. Returns what `_enter` does, for each group."""
         named = self._named([request for group in groups for request in group])
@@ -145,16 +147,15 @@ class RolloutEngine(UpdatableEngine):
                 name: TapRequest(r.prompt_id, len(r.prompt_token_ids), self._max_tokens(r, overrides))
                 for name, r in named.items()
             }
-            tapped = await self._tap(known)
+            tapped = self._admission.choose(known, tap)
+        if tapped:
+            await self.on_workers(EngineWorker.start_tapping, tapped, self.spec.rollout.features.max_bytes)
         running = zip(named.items(), await self._add(named, overrides, first_of_each_prompt(tapped)), strict=True)
         parts = []
         for group in groups:
             own = list(islice(running, len(group)))
             names = dict(item for item, _ in own)
             parts.append((names, {name: tapped[name] for name in names if name in tapped}, [queue for _, queue in own]))
-        # Groups with the same prompt each give back its room.
-        freed = sum(reserved_bytes(of_group, self._row_bytes) for _, of_group, _ in parts)
-        self._tapped_bytes += freed - reserved_bytes(tapped, self._row_bytes)
         return parts
 
     async def take_window(self) -> Window:
@@ -167,16 +168,16 @@ class RolloutEngine(UpdatableEngine):
         """Compute the hidden states of given sequences in a prefill. Returns the paths of the shards that hold them, in order.
 
         sequences: (token ids of prompt and response, prompt length) each. They are run in groups that would fit into the tap
-        if all were as long as the longest. Raises ValueError when the longest does not fit by itself.
+        if all were as long as the longest, or one by one.
         """
-        longest = max(len(ids) for ids, _ in sequences)
-        alike = {str(i): TapRequest(str(i), longest, 0) for i in range(len(sequences))}
-        size = len(choose(alike, "", self.spec.rollout.features.max_bytes, self._row_bytes))
+        longest, max_bytes = max(len(ids) for ids, _ in sequences), self.spec.rollout.features.max_bytes
+        size = max(1, max_bytes // (longest * self._row_bytes))
         shards: list[str] = []
         for start in range(0, len(sequences), size):
             group = sequences[start : start + size]
             named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
-            tapped = await self._tap({n: TapRequest(n, len(r.prompt_token_ids), 0) for n, r in named.items()})
+            tapped = {name: TapRequest(name, len(request.prompt_token_ids), 0) for name, request in named.items()}
+            await self.on_workers(EngineWorker.start_tapping, tapped, max_bytes)
             await self._run(named, {"max_tokens": 1}, named)
             given = {}
             for name, (ids, length) in zip(named, group, strict=True):
@@ -188,6 +189,10 @@ class RolloutEngine(UpdatableEngine):
         """Return the requests of the next call under names that no other call has."""
         self._batches += 1
         return {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
+
+    @cached_property
+    def _admission(self) -> Admission:
+        return Admission(self.spec.rollout.features.max_bytes, self._row_bytes, str(self.spec.seed))
 
     @property
     def _row_bytes(self) -> int:
@@ -270,15 +275,6 @@ class RolloutEngine(UpdatableEngine):
             from_history=() if self.spec.rollout.history is None else tuple(number < 0 for number in drafted),
         )
 
-    async def _tap(self, requests: dict[str, TapRequest]) -> dict[str, TapRequest]:
-        """Start to tap those of these requests that fit beside the tapped ones that run, and reserve their room."""
-        bound, key = self.spec.rollout.features.max_bytes, f"{self.versions.policy}/{self._batches}"
-        tapped = choose(requests, key, bound, self._row_bytes, self._tapped_bytes)
-        self._tapped_bytes += reserved_bytes(tapped, self._row_bytes)
-        if tapped:
-            await self.on_workers(EngineWorker.start_tapping, tapped)
-        return tapped
-
     async def _take_features(
         self, tapped: dict[str, TapRequest], rollouts: dict[str, Rollout]
     ) -> tuple[list[str], dict[str, float]]:
@@ -295,8 +291,9 @@ class RolloutEngine(UpdatableEngine):
         shared = sampling, list(serving.aux_layers) if serving else []
         # The process id keeps an engine that is started again from overwriting the files of the one before.
         path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(tapped))}.safetensors"
-        stats = await self.on_workers(EngineWorker.take_features, sequences, f"{path}{PARTIAL}", *shared)
-        self._tapped_bytes -= reserved_bytes(tapped, self._row_bytes)
+        await self.on_workers(EngineWorker.begin_features, sequences, f"{path}{PARTIAL}", *shared)
+        while (stats := await self.on_workers(EngineWorker.features_written, f"{path}{PARTIAL}")) is None:
+            await asyncio.sleep(0.01)
         if stats["num_rollouts"]:
             os.replace(f"{path}{PARTIAL}", path)
         return ([path] if stats["num_rollouts"] else []), stats

@@ -115,7 +115,7 @@ class TapHook:
         self.tap = FeatureTap()
         self.tap_seconds = 0.0
         self._name_of = name_of or request_id_of
-        self._ring = TapRing(self.tap, self._name_of)
+        self.ring = TapRing(self.tap, self._name_of)
         self._guard = guard or (lambda hook, *args, **options: hook(*args, **options))
         self.reads_prompts = False
         self.draft_length: int | None = None
@@ -131,9 +131,8 @@ class TapHook:
         self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
         aux_layers: Sequence[int], *last: Any,
     ) -> FeatureRecord | None:  # fmt: skip
-        """Return what the tap holds of a finished request, or None. version: the policy's. last: see FeatureRecord."""
+        """Return what the tap has of a finished request, or None. For TapRing.beside. version: the policy's. last: see FeatureRecord."""
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
-        self.settle()
         taken = self.tap.take(name, tokens, version)
         if taken is None:
             return None
@@ -144,12 +143,8 @@ class TapHook:
     def record(self, hidden: list[Tensor], batch: Any) -> None:
         """Give the tap the rows of a step, which it gets beside the next steps. batch: what `_layout` reads."""
         started = time.perf_counter()
-        self._ring.add(*self._layout(batch), hidden)
+        self.ring.add(*self._layout(batch), hidden)
         self.tap_seconds += time.perf_counter() - started
-
-    def settle(self) -> None:
-        """Wait until the tap has the rows of all steps so far."""
-        self._ring.settle()
 
     def _layout(self, batch: Any) -> tuple[list[str], np.ndarray, Tensor, Tensor]:
         """Return a step's request ids, the rows where each begins and the last ends, and all rows' positions and token ids."""

@@ -10,6 +10,7 @@ tapped request computed stay holes, which `take` masks. To avoid them, the engin
 Each row is stamped with the policy version that computed it. A rollout has rows of one version; those of others are holes.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -22,26 +23,30 @@ UNWRITTEN = -1
 
 
 class _Recording:
-    """Rows of one prompt or of one response. Row p holds position p, counted from the start of that prompt or response.
+    """Rows of one prompt or of one response, by position. The recording of a response has room for its prompt.
 
     Room for all hidden states is allocated at once; the operating system commits memory only for rows that are written.
     """
 
-    def __init__(self, length: int, num_bytes: int, dtype: torch.dtype):
-        """num_bytes: of the hidden states of one position."""
-        self.hidden = torch.empty((length, num_bytes // dtype.itemsize), dtype=dtype)
-        self._bytes = as_bytes(self.hidden)
+    def __init__(self, length: int, size: int, dtype: torch.dtype):
+        """size: bytes of the hidden states of one position."""
+        self._bytes = np.empty((length, size), np.uint8)  # numpy asks for huge pages, which come into being faster
+        self.hidden = torch.from_numpy(self._bytes).view(dtype)
         self.token_ids = np.full(length, UNWRITTEN)
         self.versions = np.full(length, UNWRITTEN)
+        self.num_bytes = 0  # of the rows that have been written
 
-    def write(self, first: int, token_ids: np.ndarray, hidden: Sequence[np.ndarray], version: int) -> None:
-        """Keep rows from position `first` on. Rows of drafts that were verified beyond the end of a response are dropped."""
+    def write(self, first: int, token_ids: np.ndarray, hidden: Sequence[np.ndarray], version: int) -> int:
+        """Keep rows from position `first` on, but none of drafts beyond the end of a response. Returns how many bytes are new."""
         num, column = len(self.token_ids[first : first + len(token_ids)]), 0
+        grown = int((self.versions[first : first + num] == UNWRITTEN).sum()) * self._bytes.shape[1]
+        self.num_bytes += grown
         self.token_ids[first : first + num] = token_ids[:num]
         for part in hidden:  # numpy copies in this thread alone and lets the engine's go on meanwhile
             self._bytes[first : first + num, column : column + part.shape[1]] = part[:num]
             column += part.shape[1]
         self.versions[first : first + num] = version
+        return grown
 
 
 def as_bytes(hidden: Tensor) -> np.ndarray:
@@ -59,6 +64,7 @@ class FeatureTap:
         """Grows whenever the tapped requests change."""
         self.dropped = 0
         """Number of rollouts that were dropped since the last reading."""
+        self._num_bytes, self._max_bytes = 0, math.inf
         self._requests: dict[str, TapRequest] = {}
         self._prompts: dict[str, _Recording] = {}
         self._responses: dict[str, _Recording] = {}
@@ -71,9 +77,13 @@ class FeatureTap:
         """Return the names of the tapped requests."""
         return set(self._requests)
 
-    def start(self, requests: Mapping[str, TapRequest]) -> None:
-        """Also tap these requests, by name, until each is taken. Rows of all other requests are ignored."""
-        self._requests |= requests
+    def start(self, requests: Mapping[str, TapRequest], max_bytes: float = math.inf) -> None:
+        """Also tap these requests, by name, until each is taken. Rows of all other requests are ignored.
+
+        max_bytes: of all hidden states held from now on. When there are more, whole rollouts are dropped, see tap_admission.py.
+        """
+        self._requests |= requests  # in place, because the thread may drop one meanwhile
+        self._max_bytes = max_bytes
         self.changes += 1
 
     def drop(self, names: Collection[str]) -> None:
@@ -101,12 +111,15 @@ class FeatureTap:
         if num:
             if request.prompt not in self._prompts:
                 self._prompts[request.prompt] = _Recording(length, size, dtype)
-            self._prompts[request.prompt].write(first, token_ids[:num], [h[:num] for h in hidden], version)
+            rows = [h[:num] for h in hidden]
+            self._num_bytes += self._prompts[request.prompt].write(first, token_ids[:num], rows, version)
         if num < len(token_ids):
             if name not in self._responses:
-                self._responses[name] = _Recording(request.max_new_tokens, size, dtype)
+                self._responses[name] = _Recording(length + request.max_new_tokens, size, dtype)
             rows = [h[num:] for h in hidden]
-            self._responses[name].write(max(0, first - length), token_ids[num:], rows, version)
+            self._num_bytes += self._responses[name].write(max(first, length), token_ids[num:], rows, version)
+        while self._num_bytes > self._max_bytes and len(held := dict(self._requests)) > 1:
+            self.drop([max(held, key=lambda other: held[other].rank)])
 
     def _forget(self, name: str) -> tuple[TapRequest, _Recording | None, _Recording | None] | None:
         """Remove a request, and return it with what was recorded of its prompt and of its response. None if it is not tapped."""
@@ -115,7 +128,9 @@ class FeatureTap:
             return None
         self.changes += 1
         prompt = self._prompts.get(request.prompt)
+        self._num_bytes -= response.num_bytes if response is not None else 0
         if prompt is not None and all(other.prompt != request.prompt for other in list(self._requests.values())):
+            self._num_bytes -= prompt.num_bytes
             del self._prompts[request.prompt]
         return request, prompt, response
 
@@ -127,15 +142,14 @@ class FeatureTap:
         """
         if (forgotten := self._forget(name)) is None or (prompt := forgotten[1]) is None:
             return None
-        request, _, response = forgotten
-        hidden = prompt.hidden.new_empty((len(token_ids), prompt.hidden.shape[1]))
-        mask, given = np.zeros(len(token_ids), bool), token_ids.numpy()
-        for recording, part in ((prompt, slice(request.prompt_length)), (response, slice(request.prompt_length, None))):
-            if recording is not None:
-                num = len(given[part])
-                hidden[part] = recording.hidden[:num]
-                of_version = recording.versions[:num] == policy_version
-                mask[part] = (recording.token_ids[:num] == given[part]) & of_version
+        (request, _, response), num = forgotten, len(token_ids)
+        if response is None:
+            response = _Recording(num, prompt.hidden.shape[1] * prompt.hidden.itemsize, prompt.hidden.dtype)
+        rows = slice(request.prompt_length)  # copied, because other requests may share them
+        response.hidden[rows] = prompt.hidden[rows]
+        response.token_ids[rows], response.versions[rows] = prompt.token_ids[rows], prompt.versions[rows]
+        mask = (response.token_ids[:num] == token_ids.numpy()) & (response.versions[:num] == policy_version)
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
+        hidden = response.hidden[:num]
         hidden[np.flatnonzero(~mask)] = 0
         return hidden, torch.from_numpy(mask)

@@ -1,23 +1,38 @@
-"""Chooses which requests of a call are tapped. Imports no torch.
+"""Chooses which requests of an engine are tapped, before they run. Imports no torch.
 
-The choice is made before the requests run, and it reserves room for the longest response that each may get. It must not depend
-on the responses: a tap that dropped the responses which outgrew it would keep the short ones.
+Drafters must meet long responses as often as the policy writes them, so nothing here looks at the response that it decides on.
+A random number that each request draws before it runs decides:
+
+- A share of them is tapped, as many as drafters train on and are judged by.
+- If not all of these fit, the lowest numbers are. Room is reserved by the mean length of earlier responses, tapped or not, and
+  SPREADS standard deviations of the sum, as if all responses to one prompt had the same length. So it rarely happens that they
+  outgrow the room. Until enough have ended, room is reserved for the longest response that each may get.
+- If they outgrow it all the same, the tap drops whole responses, those of the newest call first and in it the highest number,
+  until the others fit. To drop the one that needs the room would favour short ones, and so would dropping the oldest. Drops are
+  counted as rollout/dropped_features. One response is held however long it gets.
+
+One preference is left, for short ones in proportion to the share that is dropped: what has ended cannot be dropped any more.
 """
 
 import random
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from cotrain.config.schema import RolloutConfig
+import numpy as np
 
 OTHER_LAWS = (
     "presence_penalty", "frequency_penalty", "min_p", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
     "structured_outputs", "thinking_token_budget", "watermarking",
 )  # fmt: skip
 """Sampling parameters of vLLM that, when set, change the distribution of the tokens from the one that drafters train for."""
+
+SPREADS = 3.0
+"""Standard deviations above its mean for which the sum of the lengths of tapped responses has room."""
+
+FEWEST_LENGTHS, MOST_LENGTHS = 64, 1024
+"""Responses that must have ended before room is reserved by their lengths, and newest ones that it is reserved by."""
 
 
 class TapRequest(NamedTuple):
@@ -27,61 +42,69 @@ class TapRequest(NamedTuple):
     """Id of the prompt. Requests with the same prompt share its rows."""
     prompt_length: int
     max_new_tokens: int
-
-
-def choose(
-    requests: Mapping[str, TapRequest], key: str, max_bytes: int, row_size: int, taken: int = 0
-) -> dict[str, TapRequest]:
-    """Return the requests to tap, in the order given: as many as fit, taken in a random order that the key decides.
-
-    The key must change from call to call, so that no sample is left out forever. row_size: bytes of one row. taken: bytes
-    already reserved for running requests. Raises ValueError when the first request taken is larger than max_bytes by itself.
-    """
-    chosen: set[str] = set()
-    prompts: set[str] = set()
-    num_bytes = 0
-    for name in random.Random(key).sample(list(requests), len(requests)):
-        request = requests[name]
-        num_rows = request.max_new_tokens + (0 if request.prompt in prompts else request.prompt_length)
-        num_bytes += num_rows * row_size
-        if taken + num_bytes > max_bytes:
-            break  # a shorter request later in the order might fit, but taking it would favour short prompts
-        chosen.add(name)
-        prompts.add(request.prompt)
-    if not chosen and num_bytes > max_bytes:
-        bound = f"one sequence takes {num_bytes} bytes of the tap, above {max_bytes}"
-        raise ValueError(f"rollout.features.max_bytes: {bound}; raise it")
-    return {name: request for name, request in requests.items() if name in chosen}
+    rank: float = 0.0
+    """Number of the call that chose it, and a random number in [0, 1). The highest rank is dropped first."""
 
 
 class Admission:
-    """Chooses which requests of a host are tapped: a random share of those that drafters can learn from, as many as fit."""
+    """Chooses which requests of one engine are tapped: a random share of those that drafters can learn from, as many as fit."""
 
-    def __init__(self, share: float, max_bytes: int, row_size: int, seed: str):
-        """row_size: bytes of one row. seed: of a generator of its own, which leaves the host's random numbers alone."""
-        self.share, self._max_bytes, self._row_size, self._random = share, max_bytes, row_size, random.Random(seed)
+    def __init__(self, max_bytes: int, row_size: int, seed: str):
+        """row_size: bytes of one row. seed: of a generator of its own, which leaves a host's random numbers alone."""
+        self._max_rows, self._random = max_bytes // row_size, random.Random(seed)
         self.tapped: dict[str, TapRequest] = {}
-        """Tapped requests that are running, by name. The caller removes a request when it has ended."""
+        """Tapped requests that have not ended, by name."""
         self.dropped: Counter[str] = Counter()
-        """Number of requests that were not tapped, by reason. Requests that the share leaves out are not counted."""
+        """Number of a host's requests that were not tapped, by reason. Requests that the share leaves out are not counted."""
+        self._calls = 0
+        self._lengths = deque[int](maxlen=MOST_LENGTHS)
+        self._entered: dict[str, int | None] = {}  # lengths to learn from, None while a response runs
 
-    def admit(self, requests: Iterable[Any]) -> dict[str, TapRequest]:
-        """Choose among new requests (vLLM's NewRequestData). Returns those to tap, by name."""
-        asked, chosen = dict[str, TapRequest](), dict[str, TapRequest]()
+    def observe(self, lengths: Mapping[str, int]) -> None:
+        """Learn that responses have ended, tapped or not. Each counts once all before it have ended: short ones end first."""
+        self.tapped = {name: request for name, request in self.tapped.items() if name not in lengths}
+        self._entered |= {name: length for name, length in lengths.items() if name in self._entered}
+        while self._entered and (length := self._entered[first := next(iter(self._entered))]) is not None:
+            self._lengths.append(length)
+            del self._entered[first]
+
+    def choose(self, requests: Mapping[str, TapRequest], share: float = 1.0) -> dict[str, TapRequest]:
+        """Return which of these requests are tapped from now on, in the order given. If none runs yet, one is, however long."""
+        self._calls += 1
+        drawn = {name: request._replace(rank=self._calls + self._random.random()) for name, request in requests.items()}
+        ranked = sorted((r for r in drawn.values() if r.rank < self._calls + share), key=lambda request: request.rank)
+        held = [*self.tapped.values()]
+        # A request later in the order might fit where one does not, but taking it would favour short prompts.
+        fit = bisect_right(range(1, len(ranked) + 1), self._max_rows, key=lambda n: self.reserved([*held, *ranked[:n]]))
+        taken = set(ranked[: fit if held else max(1, fit)])
+        chosen = {name: request for name, request in drawn.items() if request in taken}
+        self.tapped |= chosen
+        self._entered |= dict.fromkeys(requests)
+        self.dropped["no room in the tap"] += len(ranked) - len(chosen)
+        return chosen
+
+    def reserved(self, requests: Collection[TapRequest]) -> int:
+        """Return the rows that these requests hardly ever exceed together. Those with the same prompt share its rows."""
+        prompts = {request.prompt: request.prompt_length for request in requests}
+        rows = sum(request.max_new_tokens for request in requests)
+        if len(self._lengths) >= FEWEST_LENGTHS:
+            lengths, alike = np.array(self._lengths), Counter(request.prompt for request in requests)
+            spread = lengths.std() * sum(number**2 for number in alike.values()) ** 0.5
+            rows = min(rows, int(len(requests) * lengths.mean() + SPREADS * spread))
+        return sum(prompts.values()) + rows
+
+    def admit(self, requests: Iterable[Any], share: float) -> dict[str, TapRequest]:
+        """Choose among new requests of a host (vLLM's NewRequestData). Returns those to tap, by name."""
+        asked = dict[str, TapRequest]()
         for new in requests:
             if new.req_id in self.tapped or len(new.prefill_token_ids or ()) > len(new.prompt_token_ids or ()):
                 continue  # it resumes after a preemption, and the scheduler for model runner V2 lists it as new again
             if (reason := left_out(new)) is not None:
                 self.dropped[reason] += 1
-            elif self._random.random() < self.share:
+            else:
                 prompt = str(hash(tuple(new.prompt_token_ids)))
                 asked[new.req_id] = TapRequest(prompt, len(new.prompt_token_ids), new.sampling_params.max_tokens)
-        with suppress(ValueError):  # raised when one of them alone is above the bound
-            key, taken = str(self._random.random()), reserved_bytes(self.tapped, self._row_size)
-            chosen = choose(asked, key, self._max_bytes, self._row_size, taken)
-        self.dropped["no room in the tap"] += len(asked) - len(chosen)
-        self.tapped |= chosen
-        return chosen
+        return self.choose(asked, share)
 
 
 def left_out(request: Any) -> str | None:
@@ -97,31 +120,9 @@ def left_out(request: Any) -> str | None:
     return f"{changed[0]} is set" if changed else None
 
 
-def reserved_bytes(tapped: Mapping[str, TapRequest], row_size: int) -> int:
-    """Return the most bytes that these requests take. Requests with the same prompt share its rows."""
-    prompts = {request.prompt: request.prompt_length for request in tapped.values()}
-    return (sum(prompts.values()) + sum(request.max_new_tokens for request in tapped.values())) * row_size
-
-
 def first_of_each_prompt(tapped: Mapping[str, TapRequest]) -> set[str]:
     """Return the name of each prompt's first tapped request. The prompt rows that it computes serve all the others."""
     return set({request.prompt: name for name, request in reversed(list(tapped.items()))}.values())
-
-
-def fewest_tapped(rollout: "RolloutConfig", row_size: int) -> int:
-    """Return how many rollouts of a step all engines together tap if every prompt has the greatest length.
-
-    Raises ValueError when not even one fits.
-    """
-    tapped = 0
-    for engine in range(min(rollout.num_engines, rollout.prompts_per_step)):
-        requests = {
-            f"{prompt}/{sample}": TapRequest(str(prompt), rollout.max_prompt_tokens, rollout.max_new_tokens)
-            for prompt in range(engine, rollout.prompts_per_step, rollout.num_engines)
-            for sample in range(rollout.samples_per_prompt)
-        }
-        tapped += len(choose(requests, "", rollout.features.max_bytes, row_size))
-    return tapped
 
 
 def row_bytes(width: int, bytes_per_value: int) -> int:

@@ -1,7 +1,7 @@
 """Takes the rows of tapped requests out of an engine step, and hands them to the tap in a thread beside the steps.
 
-A step does no more than find out which rows it wants, copy their positions and token ids, and see to it that their hidden states
-stay as they are. On a CPU the model makes new hidden states in each step, so the thread holds on to them and copies later. On a
+A step does no more than copy positions and token ids, and see to it that the hidden states of tapped requests stay as they are. On
+a CPU the model makes new hidden states in each step, so the thread holds on to them, and finds and copies the rows later. On a
 GPU a CUDA graph overwrites them in the next step, so they are gathered on the device, by the stream that computes, and copied
 to pinned memory by a stream of their own. PyTorch keeps pinned memory for reuse, so steps take turns in the same few blocks.
 """
@@ -22,14 +22,14 @@ MOST_WAITING_BYTES = 512 * 2**20
 
 
 class Step(NamedTuple):
-    """What waits for the thread: the rows of R tapped requests, n in all."""
+    """What waits for the thread: n rows, among them those of R tapped requests."""
 
     names: list[str]
-    sizes: np.ndarray  # [R] rows of each request
-    starts: np.ndarray  # [R] each request's first row in `hidden`
+    numbers: np.ndarray  # [R] place of each request among those that `starts` is of
+    starts: np.ndarray  # [requests + 1] row where each of them begins, and where the last one ends
     positions: Any  # [n] array; on a GPU a pinned tensor, as are the token ids
     token_ids: Any  # [n]
-    hidden: list[Tensor]  # side by side, their columns are a row
+    hidden: list[Tensor]  # [n, ...] each; side by side, their columns are a row
     version: int
     ready: Any  # event after which the tensors can be read, or None
 
@@ -56,27 +56,27 @@ class TapRing:
         self._find(ids)
         if not self._names:
             return
-        first = starts[self._numbers].astype(np.int64)
-        sizes = starts[self._numbers + 1] - first
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        rows = np.repeat(first, sizes) + within
-        gathers = hidden[0].device.type != "cpu"
-        size = sum(h[0].nbytes * len(rows) if gathers else h.nbytes for h in hidden)
+        rows = self._rows(starts) if hidden[0].device.type != "cpu" else None
+        size = sum(h.nbytes if rows is None else h[0].nbytes * len(rows) for h in hidden)
         while self._waiting and self._waiting[0][0].done():
             self._waiting.popleft()[0].result()  # raises what the thread has raised
         if self._waiting and sum(waits for _, waits in self._waiting) + size > MOST_WAITING_BYTES:
             self._waiting.append((self._thread.submit(self._tap.drop, self._names), 0))
             return
-        if gathers:
-            step = self._gathered(rows, sizes, positions, input_ids, hidden)
+        if rows is not None:
+            step = self._gathered(rows, starts, positions, input_ids, hidden)
         else:
-            numbers = positions.numpy()[rows], input_ids.numpy()[rows]
-            step = Step(self._names, sizes, first, *numbers, hidden, self._tap.policy_version, None)
+            at, tokens = (of_rows[: starts[-1]].numpy().copy() for of_rows in (positions, input_ids))
+            step = Step(self._names, self._numbers, starts.copy(), at, tokens, hidden, self._tap.policy_version, None)
         self._waiting.append((self._thread.submit(self._empty, step), size))
+
+    def beside(self, work: Callable[[], Any]) -> Future[Any]:
+        """Let the thread do this once the tap has all rows of earlier steps."""
+        return self._thread.submit(work)
 
     def settle(self) -> None:
         """Wait until the tap has all rows of earlier steps. Raises what the thread has raised."""
-        self._thread.submit(lambda: None).result()
+        self.beside(lambda: None).result()
         while self._waiting:
             self._waiting.popleft()[0].result()
 
@@ -96,8 +96,14 @@ class TapRing:
         self._numbers = np.array([number[self._ids[name]] for name in self._names], np.int64)
         self._batch = list(ids), self._tap.changes
 
+    def _rows(self, starts: np.ndarray) -> np.ndarray:
+        """Return the rows of the tapped requests of a step [n], in their order."""
+        first = starts[self._numbers].astype(np.int64)
+        sizes = starts[self._numbers + 1] - first
+        return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+
     def _gathered(
-        self, rows: np.ndarray, sizes: np.ndarray, positions: Tensor, input_ids: Tensor, hidden: list[Tensor]
+        self, rows: np.ndarray, starts: np.ndarray, positions: Tensor, input_ids: Tensor, hidden: list[Tensor]
     ) -> Step:
         """Gather rows on a GPU, and let them follow to pinned memory on a stream of their own."""
         self._stream = self._stream or torch.cuda.Stream()
@@ -112,16 +118,17 @@ class TapRing:
             ready = self._stream.record_event()
         for tensor in gathered:
             tensor.record_stream(self._stream)
-        starts = np.cumsum(sizes) - sizes
-        return Step(self._names, sizes, starts, copies[1], copies[2], copies[:1], self._tap.policy_version, ready)
+        starts = np.append(0, np.cumsum(starts[self._numbers + 1] - starts[self._numbers]))
+        places, version = np.arange(len(self._names)), self._tap.policy_version
+        return Step(self._names, places, starts, copies[1], copies[2], copies[:1], version, ready)
 
     def _empty(self, step: Step) -> None:
         """Run in the thread: give the tap each request's rows."""
         if step.ready is not None:
             step.ready.synchronize()
         positions, token_ids = np.asarray(step.positions), np.asarray(step.token_ids)
-        states, dtype, place = [as_bytes(h) for h in step.hidden], step.hidden[0].dtype, 0
-        for name, size, start in zip(step.names, step.sizes.tolist(), step.starts.tolist(), strict=True):
-            rows = [h[start : start + size] for h in states]
-            self._tap.record(name, int(positions[place]), token_ids[place : place + size], rows, dtype, step.version)
-            place += size
+        states, dtype = [as_bytes(h) for h in step.hidden], step.hidden[0].dtype
+        first, end = step.starts[step.numbers].tolist(), step.starts[step.numbers + 1].tolist()
+        for name, start, stop in zip(step.names, first, end, strict=True):
+            rows = [h[start:stop] for h in states]
+            self._tap.record(name, int(positions[start]), token_ids[start:stop], rows, dtype, step.version)

@@ -1,6 +1,7 @@
 """What a RolloutEngine can call in each of vLLM's workers. Imports vLLM late, because other processes name the methods."""
 
 import resource
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from cotrain.engine.interface import wrap
 from cotrain.engine.loading import ModelWeights
 from cotrain.engine.tap_admission import TapRequest
 from cotrain.process.children import follow_parent
-from cotrain.transport.features import write_records
+from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.weights.served import ServedWeights
 from drafters.base import SamplingParams
 
@@ -31,6 +32,7 @@ class EngineWorker:
 
     def __init__(self, worker: Any):
         self.worker = worker
+        self._writer, self._shards = ThreadPoolExecutor(1, "cotrain-features"), dict[str, Future[dict[str, float]]]()
 
     def start(self, scratch: str, has_drafter: bool, history: tuple[int, bool] | None) -> None:
         """Get ready for updates, and hook into drafting where there is a drafter or a history.
@@ -121,38 +123,37 @@ class EngineWorker:
         if True in self.weights:
             self.hook.tap.policy_version = policy_version
 
-    def start_tapping(self, requests: dict[str, TapRequest]) -> None:
+    def start_tapping(self, requests: dict[str, TapRequest], max_bytes: int) -> None:
         """Tap these requests until their features are taken. Every rank computes the whole hidden states, so rank 0 taps alone."""
-        if self.worker.rank == 0:
-            self.hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})  # msgpack made lists
+        if self.worker.rank == 0:  # msgpack made lists
+            self.hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()}, max_bytes)
 
-    def take_features(
+    def begin_features(
         self,
         rollouts: dict[str, tuple[list[int], int, int, int, int, list[tuple[int, int]] | None]],
         path: str,
         sampling: dict[str, Any],
         aux_layers: list[int],
-    ) -> dict[str, float]:
-        """Write the features of finished rollouts as one shard.
+    ) -> None:
+        """Begin to write the features of finished rollouts as one shard, in a thread beside the engine's steps.
 
         rollouts: request id -> (all token ids, and of its FeatureRecord: prompt_length, policy_version, earlier_tokens,
         drafter_version, drafted). sampling: fields of SamplingParams.
         """
         hook, common = self.hook, (SamplingParams(**sampling), aux_layers)
-        taken = (hook.take(name, *rollout[:3], *common, *rollout[3:]) for name, rollout in rollouts.items())
-        records = [record for record in taken if record is not None]
-        seconds, hook.tap_seconds = hook.tap_seconds, 0.0
-        dropped, hook.tap.dropped = hook.tap.dropped, 0
-        if records:
-            write_records(path, records)
-        return {
-            "num_rollouts": len(records),
-            "num_tokens": sum(record.num_tokens for record in records),
-            "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is no hole
-            "num_bytes": Path(path).stat().st_size if records else 0,
-            "record_seconds": seconds,
-            "num_dropped": dropped,
-        }
+        stats, hook.tap_seconds = {"record_seconds": hook.tap_seconds}, 0.0
+
+        def take() -> list[FeatureRecord]:
+            stats["num_dropped"], hook.tap.dropped = hook.tap.dropped, 0
+            taken = (hook.take(name, *rollout[:3], *common, *rollout[3:]) for name, rollout in rollouts.items())
+            return [record for record in taken if record is not None]
+
+        self._shards[path] = self._writer.submit(_written, path, hook.ring.beside(take), stats)
+
+    def features_written(self, path: str) -> dict[str, float] | None:
+        """Return statistics of a shard that `begin_features` has begun, or None while it is written. Raises what writing raised."""
+        done = path in self._shards and self._shards[path].done()
+        return self._shards.pop(path).result() if done else None
 
     def read_prompts(self, on: bool) -> None:
         """Set whether the drafter reads prompts at draft length 0, to be ready when the length changes."""
@@ -180,3 +181,15 @@ class EngineWorker:
         runner = self.worker.model_runner
         for name in runner.drafter._draft_attn_layer_names:
             runner.compilation_config.static_forward_context[name].kv_cache.zero_()
+
+
+def _written(path: str, taken: Future[list[FeatureRecord]], stats: dict[str, float]) -> dict[str, float]:
+    """Write a shard of what is taken from the tap. Returns the statistics with those of the shard."""
+    if records := taken.result():
+        write_records(path, records)
+    return stats | {
+        "num_rollouts": len(records),
+        "num_tokens": sum(record.num_tokens for record in records),
+        "num_holes": sum(int((~record.feature_mask).sum()) - 1 for record in records),  # the last token is no hole
+        "num_bytes": Path(path).stat().st_size if records else 0,
+    }

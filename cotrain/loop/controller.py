@@ -31,6 +31,7 @@ from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.prompts import write_samples
+from cotrain.trainer.spec import tap_share
 
 POLICY_FILE = "policy.safetensors"
 """File with the policy's weights on their way to the engines, in a shared-memory folder of the learner's node."""
@@ -136,7 +137,8 @@ class Controller:
     def _one_step(self, step: int, stop_requested: Callable[[], bool]) -> StepResult:
         clock, served, lag = Clock(self.records.console), self.versions, self.config.stream.max_policy_lag
         speculates = self.config.speculates and self.mode is None
-        self.producer.admit(taps := speculates and self.roles.drafter is not None)
+        taps = speculates and self.roles.drafter is not None
+        self.producer.admit(tap_share(self.config, self.last_rollouts) if taps else 0.0)
         stream = self.producer.metrics()
         with clock.phase(waiting := "wait_for_rollouts" if lag else "generate"):
             groups = self._take()

@@ -75,7 +75,7 @@ class Producer:
         """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
         saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
-        self._taps = False
+        self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, served)
         self.ledger.lost.update(saved["lost"])
@@ -94,9 +94,9 @@ class Producer:
 
     # -- what a step does ---------------------------------------------------------------------------------------------
 
-    def admit(self, taps: bool) -> None:
-        """Admit a group for each free slot, and dispatch groups while engines have room. taps: whether those are tapped."""
-        self._taps = taps
+    def admit(self, tap: float) -> None:
+        """Admit a group for each free slot, and dispatch groups while engines have room. tap: share of their rollouts to tap."""
+        self._tap = tap
         begins = []
         for group in self.ledger.admit():
             if group.number in self._results:
@@ -201,7 +201,7 @@ class Producer:
     def _begin(self, engine: int, group: Group, requests: list[RolloutRequest], together: tuple[int, int]) -> None:
         self.ledger.move(group.number, "dispatched")
         self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
-        reference = self._roles.engines.begin_generate(engine, requests, self._taps, together)
+        reference = self._roles.engines.begin_generate(engine, requests, self._tap, together)
         finished = partial(self._finished, engine, group.number, together[0], reference)
         self._roles.reactor.add(reference, finished, partial(self._engine_died, engine, group.number))
 

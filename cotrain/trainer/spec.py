@@ -1,8 +1,17 @@
 """Settings of the drafter's training, whether the engines belong to a run or to a host. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cotrain.config.schema import DrafterConfig, RunConfig
+from cotrain.records import ScoredRollout
+
+MAX_ROLLOUTS = 32
+"""Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would cost
+a tenth of its time and decide little better."""
+
+SPARE = 1.5
+"""Rollouts that are tapped for each one that is needed: how many are is random, and some have no hidden states to train on."""
 
 
 @dataclass(frozen=True)
@@ -35,3 +44,19 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         max_buffer_bytes=(drafter.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes,
         max_policy_lag=config.stream.max_policy_lag,
     )
+
+
+def tap_share(config: RunConfig, last: Sequence[ScoredRollout]) -> float:
+    """Return the share of a step's rollouts that a round trains on or that drafters are judged by. last: the step before.
+
+    The steps since the round before share in a round, as far as drafter.buffer.max_age lets them. In the first step all
+    rollouts are tapped: their lengths are not known, and a new drafter's vocabulary is chosen from them.
+    """
+    drafter = config.drafter
+    assert drafter is not None
+    if not last:
+        return 1.0
+    tokens = sum(len(one.rollout.prompt_token_ids) + len(one.rollout.token_ids) for one in last)
+    of_round = drafter.updates_per_step * drafter.batch_tokens if drafter.train else 0
+    trained = of_round / min(drafter.train_every, drafter.buffer.max_age + 1) * len(last) / tokens
+    return min(1.0, SPARE * max(MAX_ROLLOUTS, trained) / config.rollout.rollouts_per_step)

@@ -22,7 +22,7 @@ from cotrain.publish.evidence import FreshScores
 from cotrain.records import WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, TrainingBatch, batches_of, spread_over_prompts, teacher_of
 from cotrain.trainer.memory import return_freed_blocks
-from cotrain.trainer.spec import TrainerSpec
+from cotrain.trainer.spec import MAX_ROLLOUTS, TrainerSpec
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.weights.digests import DigestedFile
@@ -33,10 +33,6 @@ from drafters.build import build_drafter, load_drafter
 from drafters.files import CONFIG, WEIGHTS, write_json
 from drafters.losses import acceptances, drafter_loss
 from drafters.scores import RolloutAcceptance
-
-MAX_ROLLOUTS = 32
-"""Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would cost
-a tenth of its time and decide little better."""
 
 PROMPT_TOKEN_WEIGHT = 0.1
 """Weight of a prompt token when the draft vocabulary is chosen: only response tokens are ever drafted, but the words

@@ -43,7 +43,7 @@ class Engines:
         pass
 
     def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int]
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int]
     ) -> RolloutBatch:
         """The first group has what its engine tells of the whole step."""
         place, number = together

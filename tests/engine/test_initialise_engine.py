@@ -53,12 +53,12 @@ def test_a_replay_keeps_the_taps_bounds(fresh: LiveEngine) -> None:
     object.__setattr__(fresh.engine.spec.rollout, "features", tight)
     try:
         parts = fresh.run(fresh.engine.tap_sequences(sequences))
-        with pytest.raises(ValueError, match=r"rollout\.features\.max_bytes: one sequence takes"):
-            fresh.run(fresh.engine.tap_sequences([(list(range(300)), 4)]))
+        alone = fresh.run(fresh.engine.tap_sequences([(list(range(260)), 4), (list(range(1, 260)), 4)]))
     finally:
         object.__setattr__(fresh.engine.spec.rollout, "features", bounds)
     assert [len(read_shard(shard)) for shard in whole] == [4]
     assert [len(read_shard(shard)) for shard in parts] == [2, 2]
+    assert [len(read_shard(shard)) for shard in alone] == [1, 1], "one is held however long it is"
 
 
 def test_a_drafter_is_served_as_it_was_sent(fresh: LiveEngine, fitted_drafter: Drafter) -> None:

@@ -187,4 +187,4 @@ def test_calls_overlap_and_each_gets_its_own(fresh: LiveEngine, fitted_drafter: 
         assert [r.token_ids.tolist() for r in records] == [r.prompt_token_ids + r.token_ids for r in batch.rollouts]
         assert batch.feature_stats["num_holes"] == 0
         assert batch.speculation.num_drafts == sum(r.speculation.num_drafts for r in batch.rollouts)
-    assert fresh.engine._tapped_bytes == 0
+    assert fresh.engine._admission.tapped == {}

@@ -43,12 +43,14 @@ HEAD = "lm_head.weight"
 class Faulty(EngineWorker):
     """A worker whose other ranks tap too, and which gets faults on one rank."""
 
-    def start_tapping(self, requests: dict[str, TapRequest]) -> None:
+    def start_tapping(self, requests: dict[str, TapRequest], max_bytes: int) -> None:
         self.hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()})
 
-    def take_features(self, rollouts: dict, path: str, *shared: Any) -> Any:
-        rank = self.worker.rank
-        return super().take_features(rollouts, f"{path}.{rank}" if rank else path, *shared)
+    def begin_features(self, rollouts: dict, path: str, *shared: Any) -> None:
+        if not self.worker.rank:
+            return super().begin_features(rollouts, path, *shared)
+        super().begin_features(rollouts, own := f"{path}.{self.worker.rank}", *shared)
+        self._shards.pop(own).result()
 
     def change_row(self, rank: int, draft: bool, module: str) -> None:
         """This rank serves the last row of its part of a matrix with the other sign; a second call takes that back."""

@@ -291,31 +291,6 @@ def test_an_environment_that_changes_what_is_sampled_is_refused(build, monkeypat
     assert quick_problems(build("drafter=none")) == []
 
 
-FULL_ROLLOUT = 252 * (4 * 32 * 2 + 16)
-"""Bytes of a rollout of full length in the tap: 3 aux layers and the last, 32 wide, in bfloat16."""
-
-
-def test_a_tap_that_holds_no_rollout_is_refused(build, model: Path) -> None:
-    too_small = build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}")
-    for found in (problems(too_small), quick_problems(too_small)):
-        [line] = found
-        assert line.startswith(f"rollout.features.max_bytes: one sequence takes {FULL_ROLLOUT} bytes")
-    always = "drafter.gate.publish_when=always"
-    check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT}", always))
-    check_run(build(f"rollout.features.max_bytes={FULL_ROLLOUT - 1}", "drafter=none"))
-
-
-def test_a_tap_that_leaves_the_gate_too_few_rollouts_is_refused(build, model: Path) -> None:
-    """Samples of a prompt share its 128 rows. Which ones are tapped is drawn, so the bound is for the fewest."""
-    bound = f"rollout.features.max_bytes={10 * FULL_ROLLOUT}"
-    [line] = problems(build(bound))
-    assert (
-        line.startswith(f"rollout.features.max_bytes: {10 * FULL_ROLLOUT} holds ") and "drafter.gate needs 16" in line
-    )
-    check_run(build(bound, "drafter.train=false"))
-    check_run(build(f"rollout.features.max_bytes={16 * FULL_ROLLOUT}"))
-
-
 def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "machine", lambda: {"gpus": []})
     monkeypatch.setattr(preflight, "engine_device", lambda: "cuda")

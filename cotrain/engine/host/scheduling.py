@@ -34,7 +34,7 @@ class Stamp(NamedTuple):
 class Decisions:
     """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted.
 
-    Its 14 attributes are what these decisions and the stamp's reports need from step to step.
+    Its 15 attributes are what these decisions and the stamp's reports need from step to step.
     """
 
     def __init__(self, spool: Spool, scheduler: Any):
@@ -43,7 +43,7 @@ class Decisions:
         self._draft_lengths = DraftLengths(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
         width = (len(settings.aux_layers) + 1) * config.model_config.get_hidden_size()
         row_size = row_bytes(width, config.model_config.dtype.itemsize)
-        self._admission = Admission(settings.share, settings.max_bytes, row_size, config.instance_id)
+        self._admission, self._share = Admission(settings.max_bytes, row_size, config.instance_id), settings.share
         self._state, self._seen = spool.engine(config.instance_id).state, dict[Path, tuple[int, int]]()
         self._attached, self._offer, self._is_new, self._reported = False, Offer(), False, 0.0
         self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
@@ -57,7 +57,7 @@ class Decisions:
                 self._draft_lengths.choose_among(["drafter"])
             self._attached = state.reason is None
         if (settings := self._news(self._spool.settings_file, Settings)) is not None:
-            self._admission.share = settings.share  # a trainer that was restarted may ask for less
+            self._share = settings.share  # a trainer that was restarted may ask for less
         if (offer := self._news(self._spool.current, Offer)) is not None:
             # Digests too, since a trainer that was restarted may use a version again.
             if (offer.version, offer.digests) != (self._offer.version, self._offer.digests):
@@ -73,7 +73,7 @@ class Decisions:
         if now - self._reported > REPORT_SECONDS:
             self._reported, gain = now, GainReport(**self._draft_lengths.report()["gain"])
         new = output.scheduled_new_reqs
-        tapped = self._admission.admit(new) if new and self._spool.is_alive() else {}
+        tapped = self._admission.admit(new, self._share) if new and self._spool.is_alive() else {}
         self._counts["tapped"] += len(tapped)
         self._steps |= {name: [] for name in tapped}
         finished, self._finished = self._finished, []
@@ -99,7 +99,9 @@ class Decisions:
         """Note that a request of vLLM's has ended; a tapped one goes into the next stamp."""
         self._counts["finished"] += 1
         name, asked = request.request_id, request.sampling_params
-        if self._admission.tapped.pop(name, None) is not None:
+        is_tapped = name in self._admission.tapped
+        self._admission.observe({name: request.num_output_tokens})
+        if is_tapped:
             reason, steps = str(request.get_finished_reason()), tuple(self._steps.pop(name))
             finished = Finished(name, request.num_prompt_tokens, reason, steps)
             sampling = asked.temperature, asked.top_p, max(asked.top_k, 0)

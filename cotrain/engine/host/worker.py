@@ -111,7 +111,8 @@ class WorkerSidecar:
                 earlier = tuple(Segment(before, first, end) for (before, first), (_, end) in pairwise(segments))
                 asked = SamplingParams(*sampling, method)
                 known = finished.name, token_ids, finished.prompt_length, self._policy.version, asked, layers
-                record = self._hook.take(*known, segments[-1][1], self._state.drafter_version)
+                take = functools.partial(self._hook.take, *known, segments[-1][1], self._state.drafter_version)
+                record = self._hook.ring.beside(take).result()
                 self._shards.add(record if self._policy.is_written else None, replace(finished, earlier=earlier))
         self._shards.write(stamp.gain, self._policy.is_dirty or not scheduler_output.total_num_scheduled_tokens)
 
@@ -145,7 +146,7 @@ class WorkerSidecar:
             self._policy.write()
         if self._policy.is_written and not self._breaker.off:
             self._live |= {name: [(self._versions, 0)] for name in stamp.tapped}
-            self._hook.tap.start(stamp.tapped)
+            self._hook.tap.start(stamp.tapped, self._settings.max_bytes)
 
     @property
     def _versions(self) -> Versions:

@@ -18,6 +18,7 @@ from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, 
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.engine.tap_admission import TapRequest
+from cotrain.engine.worker import EngineWorker
 from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
 from drafters.base import ServingSpec
 
@@ -192,7 +193,7 @@ def test_calls_enter_together_in_the_order_of_their_places_and_end_one_by_one(tm
             while len(engine.entered) < step:
                 await asyncio.sleep(0)
             assert engine.entered[-1] == ["0", "0", "1", "1", "2", "2"]
-            assert engine._tapped_bytes > 0
+            assert list(engine._admission.tapped) == [f"b{step}r{i}" for i in range(6)]
             for name in ("r2", "r3"):
                 engine.end(f"b{step}{name}")
             batch = await calls[1]
@@ -200,7 +201,7 @@ def test_calls_enter_together_in_the_order_of_their_places_and_end_one_by_one(tm
             for name in ("r0", "r1", "r4", "r5"):
                 engine.end(f"b{step}{name}")
             ended = [(await calls[place]).rollouts[0].prompt_id for place in (0, 2)]
-            assert ended == ["0", "2"] and engine._tapped_bytes == 0
+            assert ended == ["0", "2"] and not engine._admission.tapped
 
     asyncio.run(two_steps())
 
@@ -219,12 +220,17 @@ def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monke
     engine = Failing(spec_of(tmp_path))
     written: list[Path] = []
 
-    async def take(method: object, sequences: object, path: str, *shared: object) -> dict[str, float]:
-        written.append(Path(path))
-        Path(path).write_text("features")
-        return {"num_rollouts": 1}
+    async def on_workers(method: object, *args: object) -> dict[str, float] | None:
+        if method is EngineWorker.begin_features:
+            written.append(Path(str(args[1])))
+            return None
+        assert args == (str(written[0]),)
+        if written[0].exists():
+            return {"num_rollouts": 1}
+        written[0].write_text("features")
+        return None
 
-    monkeypatch.setattr(engine, "on_workers", take)
+    monkeypatch.setattr(engine, "on_workers", on_workers)
     rollout = Rollout("p", 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
     [shard], _ = asyncio.run(engine._take_features({"b1r0": TapRequest("p", 2, 4)}, {"b1r0": rollout}))
     assert Path(shard).read_text() == "features" and not written[0].exists()

@@ -179,3 +179,51 @@ def test_computed_anew_all_rows_are_the_new_versions():
     record(tap, 0, 12)
     taken = take(tap, 13, policy_version=1)
     assert kept(taken) == list(range(12)) and torch.equal(taken[0][:12], hidden_at(torch.arange(12)))
+
+
+ROW = WIDTH * 4
+
+
+def test_beyond_the_bound_whole_rollouts_are_dropped_the_last_admitted_first():
+    tap = FeatureTap()
+    tap.start({"a": TapRequest("p", 4, 5000, 1.7), "b": TapRequest("p", 4, 5000, 2.9)}, 40 * ROW)
+    tap.start({"c": TapRequest("q", 4, 5000, 2.1)}, 40 * ROW)
+    for name in "abc":
+        record(tap, 0, 8, name)
+    record(tap, 4, 28, "a")  # 8 rows of two prompts, which "a" and "b" share one of, and 24 + 4 + 4 of responses
+    assert tap.names() == {"a", "b", "c"} and tap.dropped == 0
+    record(tap, 28, 31, "a")
+    assert tap.names() == {"a", "c"} and tap.dropped == 1
+    assert take(tap, 9, "b") is None
+    record(tap, 8, 9, "c")
+    assert tap.names() == {"a", "c"}, "40 rows are as many as may be"
+    record(tap, 31, 32, "a")
+    assert tap.names() == {"a"}, "the one that was admitted first stays, whoever needs the room"
+    record(tap, 32, 400, "a")
+    assert kept(take(tap, 401)) == list(range(400)), "one is held however long it is"
+    tap.start({"d": one(prompt="another")}, 40 * ROW)
+    tap.start({"b": one()}, 40 * ROW)
+    record(tap, 0, 36, "d")
+    record(tap, 0, 4, "b")
+    assert tap.names() == {"b", "d"}, "what was taken has given its room back"
+
+
+def test_rows_that_are_computed_again_take_no_room():
+    tap = FeatureTap()
+    tap.start({"a": one(), "b": one(prompt="second")}, 20 * ROW)
+    record(tap, 0, 4, "b")
+    for _ in range(5):
+        record(tap, 0, 16)
+    assert tap.names() == {"a", "b"}
+
+
+def test_a_shared_prompt_does_not_change_when_one_of_its_requests_is_taken():
+    tap = tap_of(one(), one())
+    record(tap, 0, 9)
+    record(tap, 4, 9, "b")
+    tap.policy_version = 1
+    record(tap, 2, 9)
+    assert kept(take(tap, 10, policy_version=1)) == list(range(2, 9))
+    taken = take(tap, 10, "b")
+    assert kept(taken) == [0, 1, *range(4, 9)], "two rows of the prompt are the new policy's"
+    assert torch.equal(taken[0][:2], hidden_at(torch.arange(2)))

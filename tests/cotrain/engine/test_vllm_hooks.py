@@ -1,11 +1,14 @@
 """Hooks into the model runner, with a runner that has what they read of it; the engine tests run them in vLLM."""
 
+import time
 from collections import UserList
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +17,8 @@ from cotrain.engine import tap_ring
 from cotrain.engine.hooks import Rows, TapHook
 from cotrain.engine.interface import wrap
 from cotrain.engine.tap_admission import TapRequest
+from cotrain.engine.worker import EngineWorker
+from cotrain.transport.features import read_shard
 
 AUX = [torch.randn(6, 4), torch.randn(6, 4)]  # one row of padding
 HIDDEN = torch.randn(6, 4)
@@ -72,6 +77,7 @@ def hooked(is_tapping: bool, reads_prompts: bool = False) -> tuple[Runner, list]
 
 
 NAMES = ("b1r0", "b1r1")
+LAW = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "draft_sample_method": "greedy"}
 
 
 def tapping(hook: TapHook, names: Sequence[str]) -> "Tapped":
@@ -95,11 +101,11 @@ class Tapped(UserList):
         self.hook = hook
 
     def __len__(self) -> int:
-        self.hook.settle()
+        self.hook.ring.settle()
         return len(self.data)
 
     def __getitem__(self, index):
-        self.hook.settle()
+        self.hook.ring.settle()
         return self.data[index]
 
 
@@ -273,9 +279,15 @@ def test_a_drafter_without_aux_layers_is_fed_the_final_hidden_state_alone():
 
 def test_rows_do_not_change_with_the_runners_buffers():
     runner, tapped = hooked(is_tapping=True)
-    draft(runner, 2)
+    gate, positions = Event(), torch.tensor([7, 8, 9, 3, 4, 0])
+    runner._get_positions = lambda num_tokens: positions[:num_tokens]
+    tapped.hook.ring.beside(lambda: gate.wait(10))
+    _, arguments = draft(runner, 2)
     runner.input_ids.gpu.zero_()
-    assert tapped[0].token_ids.tolist() == [11, 12, 13]
+    positions.zero_()
+    arguments[-2].query_start_loc_cpu.zero_()
+    gate.set()
+    assert [(rows.first_position, rows.token_ids.tolist()) for rows in tapped] == [(7, [11, 12, 13]), (3, [21, 22])]
 
 
 def test_rows_of_untapped_requests_are_left_out_and_a_batch_may_change():
@@ -293,6 +305,51 @@ def test_rows_of_untapped_requests_are_left_out_and_a_batch_may_change():
     ]
 
 
+def test_a_gpu_gathers_the_rows_of_tapped_requests_in_their_order():
+    hook = vllm_hooks.DraftingHook(Runner())
+    hook.tap.start({name: TapRequest(name, 10, 10) for name in ("b", "d", "a")})
+    hook.ring._find(["a-0", "b-0", "c-0", "d-0"])
+    assert hook.ring._names == ["a", "b", "d"]
+    assert hook.ring._rows(np.array([0, 3, 4, 9, 11], np.int32)).tolist() == [0, 1, 2, 3, 9, 10]
+
+
+def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path):
+    runner = Runner()
+    worker = EngineWorker(SimpleNamespace(rank=0))
+    worker.hook = hook = vllm_hooks.DraftingHook(runner)
+    runner.model_config = SimpleNamespace(get_hidden_size=lambda: 4)
+    gate, path = Event(), str(tmp_path / "shard")
+    worker.start_tapping({name: (name, 8 - 4 * i, 9, 0.0) for i, name in enumerate(NAMES)}, 10**9)
+    hook.ring.beside(lambda: gate.wait(10))
+    draft(runner, 2)
+    hook.tap_seconds = 0.25
+    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], 8, 0, 0, 0, None), "untapped": ([1, 2], 1, 0, 0, 0, None)}
+    worker.begin_features(finished, path, LAW, [1, 2])
+    for _ in range(20):
+        assert worker.features_written(path) is None and not Path(path).exists(), "the step does not wait"
+        time.sleep(0.01)
+    gate.set()
+    while (stats := worker.features_written(path)) is None:
+        time.sleep(0.001)
+    [one] = read_shard(path)
+    assert one.token_ids.tolist() == finished["b1r0"][0] and one.feature_mask.tolist() == 7 * [False] + [True] * 3 + [
+        False
+    ]
+    assert torch.equal(torch.cat([one.aux_hidden, one.final_hidden], 1)[7:10], torch.cat([*AUX, HIDDEN], 1)[:3])
+    assert stats["num_rollouts"] == 1 and stats["num_holes"] == 7 and stats["record_seconds"] == 0.25
+    assert hook.tap.names() == {"b1r1"}, "it goes on"
+
+
+def test_what_fails_while_a_shard_is_written_is_raised(tmp_path):
+    worker = EngineWorker(SimpleNamespace(rank=0))
+    worker.hook = vllm_hooks.DraftingHook(Runner())
+    worker.hook.take = lambda *known: 1 / 0
+    worker.begin_features({"b1r0": ([1, 2], 1, 0, 0, 0, None)}, "path", LAW, [1])
+    with pytest.raises(ZeroDivisionError):
+        while worker.features_written("path") is None:
+            time.sleep(0.001)
+
+
 def test_rows_carry_the_policy_version_of_their_step():
     runner = Runner()
     hook = vllm_hooks.DraftingHook(runner)
@@ -302,7 +359,7 @@ def test_rows_carry_the_policy_version_of_their_step():
     for hook.tap.policy_version in (4, 5):
         draft(runner, 2)
     gate.set()
-    hook.settle()
+    hook.ring.settle()
     assert versions == [4, 5]
 
 
@@ -318,7 +375,7 @@ def test_a_tap_that_cannot_keep_up_drops_whole_rollouts(monkeypatch):
     runner.input_batch.req_ids = ["b1r0-0a1b2c3d", "untapped-0"]
     draft(runner, 2)
     gate.set()
-    hook.settle()
+    hook.ring.settle()
     assert hook.tap.dropped == 1 and hook.tap.names() == {"b1r1"}
     assert hook.tap.take("b1r0", torch.arange(10), 0) is None
     assert hook.tap.take("b1r1", torch.arange(10), 0) is not None
@@ -331,7 +388,7 @@ def test_what_the_thread_raises_is_raised_in_a_later_call():
     hook.tap.record = lambda *row: 1 / 0
     draft(runner, 2)
     with pytest.raises(ZeroDivisionError):
-        hook.settle()
+        hook.ring.settle()
 
 
 def test_vllm_puts_its_own_suffix_on_request_ids():

@@ -30,7 +30,7 @@ class Engines:
         self.shared.append((engine, len(generated.what[1])))
 
     def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: bool, together: tuple[int, int]
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int]
     ) -> Reference:
         """Groups that enter together are one call in `calls`."""
         if not together[0]:

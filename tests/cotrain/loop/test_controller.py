@@ -27,6 +27,7 @@ from cotrain.records import (
 )
 from cotrain.run.checkpoint import RunState, latest_checkpoint
 from cotrain.run.rows import read_rows
+from cotrain.trainer import spec
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, SAMPLES, World
 from tests.cotrain.simulated_roles import Drafter, Engines, Policy, go, output
 
@@ -168,6 +169,18 @@ def test_a_reward_that_fails_in_the_first_step_has_nothing_to_save(start: Any) -
     assert latest_checkpoint(controller.run_dir) is None
 
 
+def test_no_more_is_tapped_than_rounds_train_on_and_judge_by(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the first step is, whose lengths are not known and from which a new drafter's vocabulary is chosen."""
+    monkeypatch.setattr(spec, "MAX_ROLLOUTS", 2)
+    controller = start(World(GOOD), drafter={"batch_tokens": 40, "updates_per_step": 2})
+    go(controller, 1)
+    assert controller.roles.engines.tapped == 1.0
+    tokens = [len(one.rollout.prompt_token_ids) + len(one.rollout.token_ids) for one in controller.last_rollouts]
+    go(controller, 2)
+    assert controller.roles.engines.tapped == pytest.approx(1.5 * 80 / sum(tokens))
+    assert controller.roles.engines.tapped < 0.9
+
+
 def test_without_speculation_every_line_says_so_also_after_a_resume(start: Any) -> None:
     world = World(GOOD)
     world.served_as[0] = -30.0
@@ -224,7 +237,7 @@ def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
 class SlowEngines(Engines):
     """With lag: no group has ended yet when the next step is taken."""
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool, together: Any) -> RolloutBatch:
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: float, together: Any) -> RolloutBatch:
         return RolloutBatch([], [], None, 1.0, 0)
 
     def take_windows(self) -> dict[int, Window]:
@@ -326,7 +339,7 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
     generate = Engines.begin_generate
 
     def begin_generate(
-        engines: Engines, engine: int, requests: Any, tap: bool, together: tuple[int, int]
+        engines: Engines, engine: int, requests: Any, tap: float, together: tuple[int, int]
     ) -> RolloutBatch:
         """What a step finds when its generation begins; the roles have written their parts when the one after it does."""
         if not together[0]:

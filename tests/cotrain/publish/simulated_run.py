@@ -13,7 +13,7 @@ from cotrain.acceptance_stats import counts_of_steps, drafter_starts, total_coun
 from cotrain.publish.evidence import FreshScores
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.trainer.buffer import spread_over_prompts
-from cotrain.trainer.trainer import MAX_ROLLOUTS
+from cotrain.trainer.spec import MAX_ROLLOUTS
 from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 from tests.cotrain.publish.simulated import (
