@@ -111,7 +111,7 @@ class FeatureTapConfig(Section):
     trains on and is judged by, and as fit by the lengths of earlier ones."""
 
     max_bytes: PositiveInt = 2 * 2**30
-    """Most bytes held in each engine, or one rollout. The trainer's buffer holds drafter.buffer.max_age + 1 times as much of each."""
+    """Most bytes held in each engine, or one rollout. The trainer holds drafter.buffer.max_age + 1 times as much of each."""
 
 
 class RolloutConfig(Section):

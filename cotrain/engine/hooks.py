@@ -131,7 +131,7 @@ class TapHook:
         self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
         aux_layers: Sequence[int], *last: Any,
     ) -> FeatureRecord | None:  # fmt: skip
-        """Return what the tap has of a finished request, or None. For TapRing.beside. version: the policy's. last: see FeatureRecord."""
+        """Return what the tap has of a request that has ended, or None. For TapRing.beside. version: the policy's."""
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
         taken = self.tap.take(name, tokens, version)
         if taken is None:

@@ -51,12 +51,11 @@ class Admission:
 
     def __init__(self, max_bytes: int, row_size: int, seed: str):
         """row_size: bytes of one row. seed: of a generator of its own, which leaves a host's random numbers alone."""
-        self._max_rows, self._random = max_bytes // row_size, random.Random(seed)
+        self._max_rows, self._random, self._calls = max_bytes // row_size, random.Random(seed), 0
         self.tapped: dict[str, TapRequest] = {}
         """Tapped requests that have not ended, by name."""
         self.dropped: Counter[str] = Counter()
         """Number of a host's requests that were not tapped, by reason. Requests that the share leaves out are not counted."""
-        self._calls = 0
         self._lengths = deque[int](maxlen=MOST_LENGTHS)
         self._entered: dict[str, int | None] = {}  # lengths to learn from, None while a response runs
 
