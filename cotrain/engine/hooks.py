@@ -170,6 +170,15 @@ class DraftingHook(TapHook):
         self._unread = UnreadRows()
         self._propose, model_runner.propose_draft_token_ids = model_runner.propose_draft_token_ids, self.draft
 
+    @property
+    def layers(self) -> Any:
+        """Names of the drafter's attention layers."""
+        return self._runner.drafter._draft_attn_layer_names
+
+    def set_draws(self, draws: bool) -> None:
+        """Draw draft tokens from the next step on, or take the likeliest."""
+        self._runner.drafter._enable_probabilistic_draft_probs = draws
+
     def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
         """Return what the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens.
 
