@@ -16,7 +16,7 @@ from typing import Any
 
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
-from cotrain.config.lossless_guard import environment_problems
+from cotrain.config.lossless_guard import environment_problems, model_runner_problems
 from cotrain.config.schema import (
     DatasetSource,
     DatasetTask,
@@ -164,7 +164,8 @@ def _check_vllm(config: RunConfig) -> Iterator[str]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ValueError("vLLM is not installed; run `make setup`")
-    for name, message in environment_problems(os.environ) if config.speculates else ():
+    problems = [*model_runner_problems(os.environ, engine_device() == "cpu", config.rollout.history is not None)]
+    for name, message in [*problems, *(environment_problems(os.environ) if config.speculates else ())]:
         yield f"{name}: {message}"
     # The fields of its argument classes are read from the source, because importing it takes 5 s.
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()

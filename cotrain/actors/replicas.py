@@ -1,5 +1,6 @@
 """The processes of the rollout engines: how they start, what happens when one dies, and how several are called."""
 
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from cotrain.config.lossless_guard import MODEL_RUNNER
 from cotrain.config.schema import RunConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
@@ -102,6 +104,7 @@ class Replicas(ABC):
         node, ranks = self.node_of[engine], self._config.rollout.tensor_parallel_size
         environment = self._nodes.call(node, engine_environment, None, ranks)
         environment |= temporary_files(self._nodes.scratch[node])
+        environment |= {name: os.environ[name] for name in (MODEL_RUNNER,) if name in os.environ}
         if self._config.policy.weight_transfer == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # workers get GPU memory handles as pickles
         actor = self._cluster.start(EngineActor, _role(engine), environment, max_concurrency=MOST_CALLS)

@@ -14,6 +14,9 @@ SETTINGS = tomllib.loads(Path(__file__).with_name("lossy_settings.toml").read_te
 REFUSED: dict[str, str] = {name: group["reason"] for group in SETTINGS for name in group["names"]}
 """The reason and the fix for each engine argument and environment variable that is refused."""
 
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's variable: 1 for its model runner V2, 0 for V1. Without it, vLLM takes V2 where that can run."""
+
 OWNED = frozenset(name for name in REFUSED if "is set by cotrain" in REFUSED[name])
 ALWAYS_REFUSED = OWNED.union(
     name for name in REFUSED if "divides" in REFUSED[name] or "sequence parallelism" in REFUSED[name]
@@ -48,3 +51,12 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
     for name, value in environment.items():
         if name in REFUSED and value not in ("", "0"):
             yield name, f"{value!r} {REFUSED[name].replace('leave it out', 'unset it')}"
+
+
+def model_runner_problems(environment: Mapping[str, str], on_cpu: bool, has_history: bool) -> Iterator[tuple[str, str]]:
+    """Yield (MODEL_RUNNER, value with reason and fix) if an environment asks for model runner V2 where an engine needs V1."""
+    value = environment.get(MODEL_RUNNER, "0")
+    if value != "0" and has_history:
+        yield MODEL_RUNNER, f"{value!r}: only V1 drafts from a history; unset it, or leave out rollout.history"
+    if value != "0" and on_cpu and "TRITON_INTERPRET" not in environment:
+        yield MODEL_RUNNER, f"{value!r}: vLLM's CPU build has no Triton for V2 to compile its kernels with; unset it"

@@ -165,17 +165,24 @@ class DraftingHook(TapHook):
         self._unread = UnreadRows()
         self._propose, model_runner.propose_draft_token_ids = model_runner.propose_draft_token_ids, self.draft
 
-    def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Tensor:
-        """Return what the runner takes for no drafts [R, 0], after a step that sampled [R, 1 or more] tokens.
+    @property
+    def layers(self) -> Any:
+        """Names of the drafter's attention layers."""
+        return self._runner.drafter._draft_attn_layer_names
 
-        With asynchronous scheduling, the next step takes each request's last token and number of new tokens from the device,
-        where vLLM's own function leaves them.
-        """
+    def set_draws(self, draws: bool) -> None:
+        """Draw draft tokens from the next step on, or take the likeliest."""
+        self._runner.drafter._enable_probabilistic_draft_probs = draws
+
+    def no_drafts(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
+        """Return what the runner takes for no drafts: lists, which it does not copy, or [R, 0]. sampled: tokens [R, 1 or more]."""
         runner = self._runner
-        if runner.use_async_scheduling:
-            discarded = runner.discard_request_mask.gpu
-            last = runner.drafter.prepare_next_token_ids_padded(sampled, runner.requests, runner.input_batch, discarded)
-            runner._copy_valid_sampled_token_count(*last)
+        if not runner.use_async_scheduling:
+            return [[] for _ in range(len(sampled))]
+        # The next step takes last tokens and numbers of new tokens from the device, where vLLM's own function leaves them.
+        discarded = runner.discard_request_mask.gpu
+        last = runner.drafter.prepare_next_token_ids_padded(sampled, runner.requests, runner.input_batch, discarded)
+        runner._copy_valid_sampled_token_count(*last)
         return sampled.new_empty((sampled.shape[0], 0))
 
     def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:

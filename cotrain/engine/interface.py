@@ -74,6 +74,10 @@ SIDECAR_OF_RUNNER = {
     },
 }
 """The same for each model runner: False is V1, True is V2. Where "..." stands, other parameters may follow."""
+WRAPPED_IN_V2 = SIDECAR_OF_RUNNER[True] | {
+    f"{SPECULATOR}.propose": f"self {' '.join(SPECULATOR_TAKES)} num_rejected last_sampled next_prefill_tokens temperature ..."
+}
+"""The same for model runner V2 in cotrain's own engines."""
 
 
 def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -97,7 +101,10 @@ def attached(carrier: Any) -> Any:
 
 def moved() -> list[str]:
     """Return what is not as in KNOWN_VERSION: what was expected and what is there. Imports vLLM, which takes 6 s."""
-    return _differences(WRAPPED, {path: _installed_parameters(path) for path in WRAPPED})
+    import vllm
+
+    of_v2 = moved_in(Path(vllm.__file__).parents[1], WRAPPED_IN_V2)
+    return _differences(WRAPPED, {path: _installed_parameters(path) for path in WRAPPED}) + of_v2
 
 
 def moved_in(sources: Path, table: dict[str, str]) -> list[str]:

@@ -34,8 +34,9 @@ class SpeculatorHook(TapHook):
         if takes[: len(SPECULATOR_TAKES)] != SPECULATOR_TAKES:
             raise ValueError(f"{type(speculator).__name__}.propose takes ({' '.join(takes)})")
         if own_states is not None and own_states() is not None:
-            raise ValueError("the policy gives its drafter other hidden states than its head")
+            raise ValueError("its drafter gets other hidden states than its head; set VLLM_USE_V2_MODEL_RUNNER=0")
         self._speculator, self._propose = speculator, speculator.propose
+        self._draft_logits = self._drawn_from = getattr(speculator, "draft_logits", None)
         self._takes_length = LENGTH in takes
         self._take_draft_token_ids, self._has_drafted = model_runner.take_draft_token_ids, True
         model_runner.take_draft_token_ids = self.take_draft_token_ids
@@ -54,8 +55,11 @@ class SpeculatorHook(TapHook):
         if self.tap.is_recording:
             self._guard(self.record, [*(aux_hidden or ()), hidden], input_batch)
         length = options.get(LENGTH, self.draft_length)
-        if length == 0 and self.draft_length == 0 and not self.reads_prompts:
+        if length == 0 and not self.reads_prompts:
             return self.no_drafts(input_batch)
+        self._speculator.draft_logits = self._drawn_from  # the drafts of the step before have been verified
+        if self._drawn_from is not self._draft_logits:  # CUDA graphs go on drawing, where a temperature is above 0
+            rest = (*rest[:4], torch.zeros_like(rest[4]), *rest[5:])
         most = self._speculator.num_speculative_steps
         if length is not None and not self._takes_length:
             # At least one token, because that pass keeps the KV cache complete. The scheduler leaves out the rest.
@@ -64,6 +68,17 @@ class SpeculatorHook(TapHook):
             return self._propose(input_batch, attn_metadata, slot_mappings, hidden, aux_hidden, *rest, **options)
         finally:
             self._speculator.num_speculative_steps = most
+
+    @property
+    def layers(self) -> Any:
+        """Names of the drafter's attention layers."""
+        return self._speculator.draft_attn_layer_names
+
+    def set_draws(self, draws: bool) -> None:
+        """Draw draft tokens from the next step on, or take the likeliest. Raises ValueError in an engine that cannot draw."""
+        if draws and self._draft_logits is None:
+            raise ValueError('rollout.draft_sample_method: V2 draws drafts only if it starts with "probabilistic"')
+        self._drawn_from = self._draft_logits if draws else None
 
     def no_drafts(self, input_batch: Any, *rest: Any, **options: Any) -> Tensor:
         """Return zeros that the runner takes for drafts, [R, most draft tokens]. The scheduler is not told of them."""

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from unittest.mock import patch
 
-from cotrain.config.lossless_guard import environment_problems
+from cotrain.config.lossless_guard import MODEL_RUNNER, environment_problems, model_runner_problems
 from cotrain.engine.arguments import EngineSpec, engine_arguments, scheduler_for
 from cotrain.engine.engine_death import death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
@@ -48,10 +49,11 @@ class EngineProcesses:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        config = AsyncEngineArgs(**engine_arguments(self.spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        scheduling = config.scheduler_config
-        scheduling.scheduler_cls = scheduler_for(bool(scheduling.async_scheduling))
-        self._engine = AsyncLLM.from_vllm_config(config)
+        with patch.dict(os.environ, model_runner(self.spec)):
+            config = AsyncEngineArgs(**engine_arguments(self.spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+            scheduling = config.scheduler_config
+            scheduling.scheduler_cls = scheduler_for(bool(scheduling.async_scheduling))
+            self._engine = AsyncLLM.from_vllm_config(config)
         history, has_drafter = self.spec.rollout.history, self.spec.drafter_folder is not None
         draws = self.spec.rollout.draft_sample_method == "probabilistic"
         index = None if history is None else (history.max_bytes, draws)
@@ -108,6 +110,16 @@ class EngineProcesses:
         async with death_in_words(self._engine):
             call = "cotrain_draft_lengths", method.__name__, list(args), options
             return await self._engine.engine_core.call_utility_async(*call)
+
+
+def model_runner(spec: EngineSpec) -> dict[str, str]:
+    """Return what the environment lacks for vLLM to take a model runner that suits. Raises ValueError naming the variable."""
+    from vllm.platforms import current_platform
+
+    on_cpu, has_history = current_platform.is_cpu(), spec.rollout.history is not None
+    for name, reason in model_runner_problems(os.environ, on_cpu, has_history):
+        raise ValueError(f"environment variable {name}: {reason}")
+    return {MODEL_RUNNER: "0"} if (on_cpu or has_history) and MODEL_RUNNER not in os.environ else {}
 
 
 def import_vllm() -> None:

@@ -18,6 +18,7 @@ from drafters.base import SamplingParams
 if TYPE_CHECKING:
     from cotrain.engine.history import HistoryDrafting
     from cotrain.engine.hooks import DraftingHook
+    from cotrain.engine.model_runner_v2 import SpeculatorHook
 
 
 class EngineWorker:
@@ -26,7 +27,7 @@ class EngineWorker:
     Methods without a docstring call one of ServedWeights, HistoryDrafting, SuffixIndex or vLLM's worker: see there.
     """
 
-    hook: "DraftingHook"  # where there is a drafter
+    hook: "DraftingHook | SpeculatorHook"  # where there is a drafter
     history: "HistoryDrafting"  # where there is a history
     weights: dict[bool, ServedWeights]  # True holds the drafter's, False the policy's
 
@@ -41,6 +42,7 @@ class EngineWorker:
         history: (most bytes of the index of rollouts, whether its drafts are drawn), or None without an index.
         """
         from cotrain.engine.hooks import DraftingHook, sample_plainly_without_drafts
+        from cotrain.engine.model_runner_v2 import SpeculatorHook
 
         follow_parent()
         self._has_history = history is not None
@@ -50,10 +52,10 @@ class EngineWorker:
             torch.compiler.set_stance("force_eager")
         target, kept = worker.get_model(), Path(scratch) / "kept" / f"rank_{worker.rank}"
         self.weights = {False: ModelWeights(target, worker.model_config, kept / "target")}
-        if worker.speculative_config is not None:
+        if worker.speculative_config is not None and not worker.use_v2_model_runner:
             wrap(runner, "_sample", sample_plainly_without_drafts)
         if has_drafter:
-            self.hook = DraftingHook(runner)
+            self.hook = (SpeculatorHook if worker.use_v2_model_runner else DraftingHook)(runner)
             config = worker.speculative_config.draft_model_config
             self.weights[True] = ModelWeights(worker.get_draft_model(), config, kept / "drafter", target)
         if history is not None:
@@ -164,7 +166,7 @@ class EngineWorker:
         """Draft with this method, greedy or probabilistic, from the next step on."""
         draws = method == "probabilistic"
         if True in self.weights:
-            self.worker.model_runner.drafter._enable_probabilistic_draft_probs = draws
+            self.hook.set_draws(draws)
         if self._has_history:
             self.history.draws = draws
 
@@ -178,9 +180,8 @@ class EngineWorker:
 
         NaN that a drafter has written stays there for the next one: even a masked position contributes 0 * NaN = NaN.
         """
-        runner = self.worker.model_runner
-        for name in runner.drafter._draft_attn_layer_names:
-            runner.compilation_config.static_forward_context[name].kv_cache.zero_()
+        for name in self.hook.layers:
+            self.worker.model_runner.compilation_config.static_forward_context[name].kv_cache.zero_()
 
 
 def _written(path: str, taken: Future[list[FeatureRecord]], stats: dict[str, float]) -> dict[str, float]:

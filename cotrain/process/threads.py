@@ -38,7 +38,6 @@ def engine_environment(num_threads: int | None = None, num_ranks: int = 1) -> di
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
             # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # draft length 0 is free only in V1, and V2 has not been run on a GPU
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "VLLM_NO_USAGE_STATS": "1",
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # a policy update on a CPU spends a fifth of its time on single pages

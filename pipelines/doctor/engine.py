@@ -42,8 +42,9 @@ MOST_CHANGED = 4
 """Most texts that drafts may change, since 16-bit batches of another shape can resolve ties differently."""
 
 REMEDIES = {
-    "run": "Look up the error in the output, whose place is printed below. NCCL_DEBUG=INFO names links between GPUs that fail.",
-    "verify": "Do not speculate on this installation: run `cotrain verify`, and report the settings that fail.",
+    "run": "Look up the error in the output, whose place is printed below. NCCL_DEBUG=INFO names links between GPUs that fail, and "
+    "VLLM_USE_V2_MODEL_RUNNER=0 takes vLLM's older model runner.",
+    "verify": "Do not speculate on this installation: run `cotrain verify`, with VLLM_USE_V2_MODEL_RUNNER=0 too, and report what fails.",
     "sidecar": "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report this result.",
 }
 VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--distance", "0.15")

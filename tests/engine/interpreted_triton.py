@@ -12,8 +12,11 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_E
 
 def interpret() -> None:
     """Let vLLM, which has not been imported yet, take the interpreter for a Triton that compiles for a CPU."""
+    import numpy as np
     import triton.backends
-    from triton.runtime.interpreter import InterpreterBuilder
+    import triton.language as tl
+    import triton.language.extra.libdevice as libdevice
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
@@ -24,3 +27,9 @@ def interpret() -> None:
         return store(self, pointers, value, mask, policy)
 
     InterpreterBuilder.create_masked_store = create_masked_store
+
+    def log1p(x: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+
+    libdevice.log1p = log1p  # without a GPU there is only its declaration

@@ -291,6 +291,17 @@ def test_an_environment_that_changes_what_is_sampled_is_refused(build, monkeypat
     assert quick_problems(build("drafter=none")) == []
 
 
+def test_a_model_runner_that_cannot_run_here_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert quick_problems(build()) == []
+    [line] = quick_problems(build("rollout.history.max_bytes=1000000"))
+    assert line.startswith("VLLM_USE_V2_MODEL_RUNNER: '1': only V1 drafts from a history; unset it")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    [line] = quick_problems(build("drafter=none"))
+    assert line.startswith("VLLM_USE_V2_MODEL_RUNNER: '1': vLLM's CPU build has no Triton")
+
+
 def test_gpu_that_is_not_there_is_refused(build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "machine", lambda: {"gpus": []})
     monkeypatch.setattr(preflight, "engine_device", lambda: "cuda")

@@ -161,7 +161,8 @@ class DraftLengths:
         """Return the plan of the step that has begun, with so many requests."""
         if self._fixed is not None:
             self._planned = self._fixed
-            return Plan(None, self._fixed, float(self._acceptance.tokens_per_step()[self._fixed]), self._probes)
+            speed = float(self._acceptance.tokens_per_step()[self._fixed]) if self._fixed else 1.0
+            return Plan(None, self._fixed, speed, self._probes)
         k, history = int(self._chosen[batch - 1]), self._ratios.get("history")
         speed = float(self._gains()[k, batch - 1]) if history is not None and "drafter" in self._ratios else 1.0
         probes = self._probes if self._learns else ""

@@ -70,13 +70,36 @@ def test_environment_of_cotrains_engines_passes_and_what_changes_logits_does_not
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
         "VLLM_TEST_FORCE_LOAD_FORMAT": "dummy",
         "VLLM_MODEL_REDIRECT_PATH": "/x",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_CPU_INT4_W4A8": "1",
         "VLLM_PLUGINS": "mine",
     }
     problems = dict(guard.environment_problems(bad))
     assert set(problems) == set(bad)
     assert problems["VLLM_CPU_INT4_W4A8"].endswith("unset it")
+
+
+@pytest.mark.parametrize(
+    ("environment", "on_cpu", "has_history", "expected"),
+    [
+        ({}, True, True, []),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, True, True, []),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, False, False, []),
+        (
+            {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+            False,
+            True,
+            ["'1': only V1 drafts from a history; unset it, or leave out"],
+        ),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, True, False, ["'1': vLLM's CPU build has no Triton"]),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}, True, False, []),
+    ],
+)
+def test_a_model_runner_that_cannot_do_what_a_run_needs_is_refused(
+    environment: dict[str, str], on_cpu: bool, has_history: bool, expected: list[str]
+) -> None:
+    problems = list(guard.model_runner_problems(environment, on_cpu, has_history))
+    assert [name for name, _ in problems] == ["VLLM_USE_V2_MODEL_RUNNER"] * len(expected)
+    assert all(reason.startswith(start) for (_, reason), start in zip(problems, expected, strict=True))
 
 
 def test_the_guard_is_loaded_without_torch() -> None:

@@ -47,6 +47,27 @@ def test_variables_that_may_change_sampling_are_refused_with_speculation(
     assert engine.spec.speculates == (drafter is not None)
 
 
+def test_a_gpu_takes_vllms_model_runner_and_a_cpu_or_a_history_the_one_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    name, plain, history = "VLLM_USE_V2_MODEL_RUNNER", spec_of(tmp_path), spec_of(tmp_path, history={})
+    monkeypatch.delenv(name, raising=False)
+    assert processes.model_runner(plain) == {name: "0"}
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"environment variable {name}: '1': vLLM's CPU build has no Triton"):
+        asyncio.run(RolloutEngine(plain).start())
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert processes.model_runner(plain) == {}
+    with pytest.raises(ValueError, match=f"environment variable {name}: '1': only V1 drafts from a history"):
+        processes.model_runner(history)
+    monkeypatch.delenv(name)
+    assert (processes.model_runner(plain), processes.model_runner(history)) == ({}, {name: "0"})
+    monkeypatch.setenv(name, "0")
+    assert processes.model_runner(history) == {}
+
+
 def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
     arguments = engine_arguments(spec_of(tmp_path))
     assert arguments["max_num_seqs"] == 8

@@ -3,6 +3,7 @@
 tests/engine/test_sidecar_v2.py runs it in vLLM.
 """
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,30 @@ def test_length_0_leaves_the_drafter_out_where_it_does_not_come_back(kind: type[
     hook.draft_length = None  # a step that the scheduler has not stamped
     propose(runner, **options)
     assert len(speculator.drafted) == 2 and runner.take_draft_token_ids().draft_token_ids == [[-1] * MOST] * 2
+
+
+def test_drafts_are_verified_by_the_distribution_they_were_drawn_from_when_the_method_changes() -> None:
+    """vLLM's runner verifies a step's drafts with `draft_logits` before it asks for the next ones."""
+    speculator: Any = Speculator032()
+    logits = speculator.draft_logits = torch.ones(4, MOST, 9)
+    temperature, seen = torch.tensor([0.7, 1.0, 0.0, 0.0]), list[tuple[Any, list[float]]]()
+    own = speculator.propose
+
+    def remembering(*args: Any, **options: Any) -> Any:
+        seen.append((speculator.draft_logits, args[9].tolist()))
+        return own(*args[:8], **options)
+
+    speculator.propose = functools.wraps(own)(remembering)
+    runner, hook, _ = hooked(speculator, None)
+    rest = torch.tensor([1, 1]), torch.tensor([0, 0]), torch.tensor([5, 6]), torch.tensor([0, 0]), temperature, None
+    for draws in (False, True):
+        before = speculator.draft_logits
+        hook.set_draws(draws)
+        assert speculator.draft_logits is before, "the drafts that wait were drawn by it"
+        runner.speculator.propose(batch(), None, None, HIDDEN, AUX, *rest, num_speculative_tokens=2)
+    assert seen == [(None, [0.0] * 4), (logits, temperature.tolist())]
+    with pytest.raises(ValueError, match=r"rollout\.draft_sample_method: V2 draws drafts only if"):
+        SpeculatorHook(runner_with(Speculator032())).set_draws(True)
 
 
 def test_dummy_runs_are_vllms_alone() -> None:

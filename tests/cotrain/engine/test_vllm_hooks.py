@@ -120,7 +120,7 @@ PROMPTS = {
 def test_draft_length_0_runs_no_drafter(is_tapping, step):
     runner, tapped = hooked(is_tapping)
     proposed, _ = draft(runner, 0, **step)
-    assert proposed.shape == (2, 0)
+    assert proposed == [[], []]
     assert runner.drafted == []
     assert len(tapped) == 2 * is_tapping
 
@@ -131,7 +131,7 @@ def test_a_drafter_that_may_be_switched_on_reads_prompts_all_the_same(step):
     draft(runner, 0, **step)
     assert len(runner.drafted) == 1
     proposed, _ = draft(runner, 0)
-    assert proposed.shape == (2, 0) and len(runner.drafted) == 1, "decoding costs nothing"
+    assert proposed == [[], []] and len(runner.drafted) == 1, "decoding costs nothing"
 
 
 class Drafter:

@@ -34,8 +34,17 @@ def test_an_engine_whose_vllm_has_moved_refuses_to_start(monkeypatch: pytest.Mon
         cpu.apply_patches()
 
 
+def test_the_v2_runner_of_own_engines_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{interface.SPECULATOR}.propose"
+    monkeypatch.setitem(interface.WRAPPED_IN_V2, path, interface.WRAPPED_IN_V2[path].replace("temperature", "seeds"))
+    (problem,) = interface.moved()
+    assert problem.startswith(f"{path} takes (self input_batch")
+
+
 @pytest.mark.parametrize(
-    "table", [interface.SIDECAR, *interface.SIDECAR_OF_RUNNER.values()], ids=["both runners", "V1", "V2"]
+    "table",
+    [interface.SIDECAR, *interface.SIDECAR_OF_RUNNER.values(), interface.WRAPPED_IN_V2],
+    ids=["both runners", "V1", "V2", "V2 of own engines"],
 )
 def test_each_function_that_the_sidecar_hooks_into_would_be_missed(table: dict[str, str]) -> None:
     installed = Path(vllm.__file__).parents[1]

@@ -41,10 +41,9 @@ def test_without_intels_runtime_workers_wait_passively(monkeypatch):
     assert "LD_PRELOAD" not in environment
 
 
-def test_an_engine_gets_its_kv_cache_and_the_model_runner_that_is_hooked():
+def test_an_engine_gets_its_kv_cache_and_its_share_of_the_threads():
     environment = threads.engine_environment(2)
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert [threads.engine_environment(4, ranks)["OMP_NUM_THREADS"] for ranks in (2, 3, 8)] == ["2", "1", "1"]
