@@ -110,8 +110,9 @@ class EngineSetup:
     synthetic_rates: tuple[float, ...] = ()  # see EngineSpec
 
     def with_history(self) -> "EngineSetup":
-        """The same setup with an engine that also drafts from what it has generated."""
-        return replace(self, rollout=self.rollout.model_copy(update={"history": HistoryConfig()}))
+        """The same setup with an engine that drafts from what it has generated, without a drafter."""
+        rollout = self.rollout.model_copy(update={"history": HistoryConfig()})
+        return replace(self, rollout=rollout, drafter=None, drafter_folder=None)
 
 
 def prepare_engine(

@@ -41,7 +41,7 @@ class Setting:
 
     def __str__(self) -> str:
         k = self.num_speculative_tokens
-        lengths = f"k=0..{k} jumping, drafter swaps," if self.unsteady else f"k={k}"
+        lengths = f"k=0..{k} jumping, any drafter swapped," if self.unsteady else f"k={k}"
         drafts = f"{lengths} {self.method}" if k else "no speculation"
         mixed = "mixed " if len(self.samplings) > 1 else ""
         return f"{drafts}, {mixed}{' | '.join(map(describe, self.samplings))}"

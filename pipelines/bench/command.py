@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--same-prompts", action="store_true", help=text)
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
     text = (
-        "default: greedy and probabilistic with --drafter, else suffix (drafts from earlier rounds). mixed drafts from both, and "
-        "adaptive, adaptive-suffix and adaptive-mixed choose draft lengths up to the largest --k; none is always measured"
+        "default: greedy and probabilistic with --drafter, else suffix (drafts from earlier rounds). adaptive and adaptive-suffix "
+        "choose draft lengths up to the largest --k; none is always measured"
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, help=text)
     parser.add_argument("--prompts", metavar="CONFIG", help="prompts of this configuration's task (default: chain_sum)")
@@ -162,8 +162,7 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
     async with AsyncExitStack() as stack:
         for name, arm in {arm.engine: arm for arm in bench.arms}.items():
             say(f"starting an engine: {name}")
-            setup = bench.setup if arm.uses_drafter else stock
-            setup = setup.with_history() if arm.uses_history else setup
+            setup = bench.setup if arm.uses_drafter else stock.with_history() if arm.uses_history else stock
             start, began = engines.one_engine(setup, bench.options.seed, bench.options.threads), time.monotonic()
             running[name] = await stack.enter_async_context(start)
             notes.append(f"start of the engine {name}: {time.monotonic() - began:.1f} s")
@@ -215,8 +214,6 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
         await engine.set_draft_sample_method(arm.draft_sample_method)
     await engine.reset_prefix_cache()
     await engine.take_window()
-    if arm.uses_history:
-        await engine.on_workers(EngineWorker.take_history_report)
     generated = await engine.generate(bench.requests(batch, round_, group), tap=False)
     timed_tokens = num_tokens = generated.num_generated_tokens - batch
     step_ms = None
@@ -226,10 +223,8 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     if equal_lengths and steps:
         timed_tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
         step_ms = 1e3 * seconds / sum(step.num_steps for step in steps)
-    counts, drafted = generated.speculation, {}
-    if arm.uses_history:
-        drafted = (await engine.on_workers(EngineWorker.take_history_report))["counts"]
+    counts = generated.speculation
     num_drafts, accepted = (counts.num_drafts, counts.accepted_per_position) if counts else (0, ())
     accepted = accepted[: arm.num_speculative_tokens]
     k = None if arm.adapts or arm.uses_history else arm.num_speculative_tokens
-    return Turn(str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, drafted, k, step_ms)
+    return Turn(str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, k, step_ms)

@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,7 +25,7 @@ from pipelines.page.page import Section, write_page
 StepTime = Callable[[int, int], float] | None
 """Milliseconds of a decode step by draft length and batch size."""
 ADAPTIVE = "adaptive"
-METHODS = ("none", "suffix", "greedy", "probabilistic", "mixed", ADAPTIVE, "adaptive-suffix", "adaptive-mixed")
+METHODS = ("none", "suffix", "greedy", "probabilistic", ADAPTIVE, "adaptive-suffix")
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Arm:
 
     @property
     def uses_history(self) -> bool:
-        """The engine drafts from what it generated in earlier rounds, with or without drafter."""
-        return self.method.endswith(("suffix", "mixed"))
+        """The engine drafts from what it generated in earlier rounds."""
+        return self.method.endswith("suffix")
 
     @property
     def uses_drafter(self) -> bool:
-        return self.method != "none" and not self.method.endswith("suffix")
+        return self.method != "none" and not self.uses_history
 
     @property
     def engine(self) -> str:
@@ -83,8 +83,6 @@ class Turn:
     """Verification steps with draft tokens, summed over requests."""
     accepted_per_position: tuple[int, ...] = ()
     """Verification steps that accepted a draft position and all before it."""
-    by_proposer: dict[str, float] = field(default_factory=dict)
-    """Drafts, draft tokens and accepted tokens of history and drafter; empty for an engine without history."""
     k: int | None = None
     """Draft length of a drafter; None where the engine chooses it or drafts from history."""
     step_ms: float | None = None

@@ -85,7 +85,7 @@ def check_synthetic(options: argparse.Namespace) -> None:
     """Check the options that --synthetic changes, and fill in its defaults. Raises ValueError naming the option and the fix."""
     if found := [name for name in ("prompts", "stop_at_eos", "drain") if getattr(options, name)]:
         raise ValueError(f"--{found[0].replace('_', '-')}: prompts are random, and no text ends; leave it out")
-    if any(method.endswith(("suffix", "mixed")) for method in options.methods or ()):
+    if any(method.endswith("suffix") for method in options.methods or ()):
         raise ValueError("--methods: random text repeats nothing that a history could draft; leave that out")
     if not 0 <= options.accept <= 1:
         raise ValueError(f"--accept: {options.accept} is no share; give 0 to 1")

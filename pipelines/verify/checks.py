@@ -47,14 +47,14 @@ class Plan:
     """False-alarm rate of all checks together."""
 
 
-def target_distributions(model: Any, draft_vocabulary: Sequence[int], dtype: str) -> Distributions:
+def target_distributions(model: Any, draft_vocabulary: Sequence[int] | None, dtype: str) -> Distributions:
     """Return a function that computes distributions by forward passes of a Hugging Face model in float32.
 
-    draft_vocabulary: target ids that can be drafted. dtype: the engine's, to which the model's weights were rounded.
+    draft_vocabulary: target ids that can be drafted; None is all. dtype: the engine's, to which the model's weights were rounded.
     """
-    size = model.get_output_embeddings().weight.shape[0]
-    is_whole = len(draft_vocabulary) >= size
-    orders = {} if is_whole else {DRAFT_VOCABULARY: members_first(draft_vocabulary, size)}
+    size, orders = model.get_output_embeddings().weight.shape[0], {}
+    if draft_vocabulary is not None and len(draft_vocabulary) < size:
+        orders = {DRAFT_VOCABULARY: members_first(draft_vocabulary, size)}
     return lambda rollout, sampling: response_draws(
         model, rollout.prompt_token_ids, rollout.token_ids, sampling, orders, LOGIT_ERROR[dtype]
     )
@@ -78,7 +78,7 @@ class Verifier:
     plan: Plan
     distributions: Distributions
     drafters: Sequence[WeightPayload]
-    """The engine serves the first one. They take turns in settings that swap drafters."""
+    """The engine serves the first one. They take turns in settings that swap drafters; none where it drafts from history."""
     say: Callable[[str], None]
     parts_done: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -101,8 +101,9 @@ class Verifier:
 
         for setting in steady:
             compare(await self.generate(setting, number), f"k={setting.num_speculative_tokens}")
-        speculated, swaps = await self._disturbed(self.generate(steady[-1], number), [longest])
-        compare(speculated, f"k={longest}, {swaps} drafter swaps in mid-generation")
+        if self.drafters:
+            speculated, swaps = await self._disturbed(self.generate(steady[-1], number), [longest])
+            compare(speculated, f"k={longest}, {swaps} drafter swaps in mid-generation")
         return results
 
     async def sampled(self) -> list[CheckResult]:
@@ -168,16 +169,18 @@ class Verifier:
                 await asyncio.sleep(SECONDS_BETWEEN_SWAPS)
                 swaps += 1
                 await engine.set_num_speculative_tokens(lengths[swaps % len(lengths)])
-                await engine.update_drafter(self.drafters[swaps % len(self.drafters)], engine.versions.drafter + 1)
+                if self.drafters:
+                    await engine.update_drafter(self.drafters[swaps % len(self.drafters)], engine.versions.drafter + 1)
         finally:
             generating.cancel()  # without effect once it is done
-        await engine.update_drafter(self.drafters[0], engine.versions.drafter + 1)
+        if self.drafters:
+            await engine.update_drafter(self.drafters[0], engine.versions.drafter + 1)
         return await generating, swaps
 
     def _part_done(self, what: str, results: Sequence[CheckResult] = ()) -> None:
         """Say which part of the plan is done, its smallest p, and how much time is left."""
         self.parts_done += 1
-        parts = self.plan.num_speculative_tokens + 2 + len(self.plan.settings)
+        parts = self.plan.num_speculative_tokens + 1 + bool(self.drafters) + len(self.plan.settings)
         left = (time.perf_counter() - self.started) * (parts / self.parts_done - 1)
         smallest = f", smallest p {min(result.p for result in results):.2g}" if results else ""
         self.say(f"{self.parts_done}/{parts} {what}{smallest}, about {duration(left, 0)} left")

@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
     engines.add_engine_options(parser, "verify", tokens=48)
-    text = "also draft from what was generated before, as with a suffix proposer in --config"
+    text = "draft from what was generated before, in place of a drafter (default with [rollout.history] in --config)"
     parser.add_argument("--history", action="store_true", help=text)
     parser.add_argument("--k", type=at_least(1), help="longest draft; all shorter ones are tried too (default 3)")
     parser.add_argument("--batch", type=at_least(1), default=32, help="most requests at once (default %(default)s)")
@@ -73,8 +73,11 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
     config = load_config([args.config]) if args.config else None
     configured = config.rollout if config else RolloutConfig()
     args.model = args.model or (config.policy.model if config else None)
-    if not args.model or not args.drafter:
-        raise ValueError("--model and --drafter: give both; a --config names a model too")
+    history = args.history or (configured.history is not None and not args.drafter)
+    if not args.model or history == bool(args.drafter):
+        raise ValueError(
+            "--model, --drafter: give a model, which a --config names too, and either a drafter or --history"
+        )
     args.k, args.dtype = args.k or configured.num_speculative_tokens, args.dtype or configured.dtype
     samplings: tuple[SamplingParams, ...] = STANDARD_SAMPLINGS
     if config and configured.temperature > 0:  # greedy text is always checked
@@ -82,9 +85,8 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
     task = config.task if config else engines.DEFAULT_TASK
     rollout = {"num_speculative_tokens": args.k, "ignore_eos": True, "vllm": configured.vllm}
     setup = engines.prepare_engine(args, task, NUM_PROMPTS, args.batch, pulled, **rollout)
-    setup = setup.with_history() if args.history or configured.history else setup
-    assert setup.drafter is not None
-    num_orders = 2 if len(setup.drafter.draft_to_target) < setup.drafter.shape.sizes.vocab_size else 1
+    setup, drafter = setup.with_history() if history else setup, setup.drafter
+    num_orders = 2 if drafter and len(drafter.draft_to_target) < drafter.shape.sizes.vocab_size else 1
     settings = standard_settings(args.k, samplings)
     num_checks = args.k + 1 + sum(setting.num_checks(num_orders) for setting in settings)
     size = tokens_for_distance(args.distance, args.alpha / num_checks)
@@ -97,14 +99,13 @@ async def _verify(plan: Plan, setup: engines.EngineSetup, threads: int, say: Cal
     import torch
     from transformers import AutoModelForCausalLM
 
-    assert setup.drafter is not None
-    dtype, state = getattr(torch, plan.dtype), setup.drafter.state_for_serving()
+    dtype, drafter = getattr(torch, plan.dtype), setup.drafter
     target = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).float().eval()
-    distributions = target_distributions(target, setup.drafter.draft_to_target.tolist(), plan.dtype)
+    distributions = target_distributions(target, drafter.draft_to_target.tolist() if drafter else None, plan.dtype)
     say("starting the engine")
     async with engines.one_engine(setup, plan.seed, threads) as engine:
-        states = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)}
-        folder = Path(engine.spec.scratch)
+        folder, state = Path(engine.spec.scratch), drafter.state_for_serving() if drafter else {}
+        states = {"one.safetensors": state, "other.safetensors": perturbed(state, plan.seed)} if drafter else {}
         drafters = [write_payload(tensors, folder / name, dtype) for name, tensors in states.items()]
         return await Verifier(engine, plan, distributions, drafters, say).verdict()
 

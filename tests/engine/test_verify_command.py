@@ -22,8 +22,10 @@ def verify(out: Path, *arguments: str) -> tuple[str, set[str]]:
     return run.stdout, {row["check"] for row in report["checks"]}
 
 
-def test_the_command_verifies_with_history_and_says_so(drafter_folder: Path, tmp_path: Path) -> None:
-    arguments = ["--model", "tiny:llama", "--drafter", str(drafter_folder), "--dtype", "float32", "--history"]
+@pytest.mark.parametrize("proposer", ["drafter", "history"])
+def test_the_command_verifies_and_says_so(proposer: str, drafter_folder: Path, tmp_path: Path) -> None:
+    drafts = ["--history"] if proposer == "history" else ["--drafter", str(drafter_folder)]
+    arguments = ["--model", "tiny:llama", *drafts, "--dtype", "float32"]
     printed, _ = verify(tmp_path / "verify", *arguments, "--distance", "0.3", "--alpha", "0.0001")
     assert "lossless: " in printed and " left" in printed
 

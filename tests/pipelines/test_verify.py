@@ -216,7 +216,8 @@ def test_numbers_out_of_range_are_refused_by_name(
     [
         (["--tokens", "100000"], "--tokens: the longest prompt has .* positions of tiny:llama; lower --tokens"),
         (["--drafter", "nowhere"], "--drafter: nowhere has no config.json"),
-        (["--drafter", ""], "--model and --drafter: give both"),
+        (["--drafter", ""], "--model, --drafter: give a model, .* and either a drafter or --history"),
+        (["--history"], "--model, --drafter: give a model, .* and either a drafter or --history"),
         (["--model", "tiny:none"], r"^--model: unknown model"),
         (
             ["--tensor-parallel-size", "3"],
