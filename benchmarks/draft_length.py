@@ -139,7 +139,7 @@ def speeds(make_rule: Callable[[], Any], cell: str, shape: Shape, seeds: int) ->
     for seed in range(seeds):
         engine = SimulatedEngine(make_rule(), shape, rates, seed=seed)
         if not isinstance(engine.rule, Fixed):
-            engine.rule.choose_among(["drafter"])
+            engine.rule.adapt()
         tallies = decode(engine)
         result.append(sum(t.without for t in tallies) / sum(t.seconds for t in tallies))
     return np.array(result)

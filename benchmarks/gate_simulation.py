@@ -41,7 +41,6 @@ class Case:
     samples: int
     lengths: Lengths
     lag: int = 0
-    index: str | None = None
 
 
 def geometric(rng: np.random.Generator, number: int) -> NDArray[np.int64]:
@@ -81,8 +80,6 @@ CASES = [
             (4, 4, 1.2),
         ]
     ),
-    Case("8 x 4, a poor index beside it", 8, 4, geometric, index="poor"),
-    Case("8 x 4, an index that takes easy text", 8, 4, geometric, index="easy"),
 ]
 
 
@@ -106,7 +103,6 @@ def simulate(case: Case, num_steps: int, seed: int = 0) -> Tally:
     """Run the publisher through these steps. A stop is counted, and the run goes on."""
     torch.set_num_threads(1)
     world = World(GOOD, 0.0, seed, case.prompts, case.samples, case.lengths)
-    world.index = case.index
     drafter = DrafterConfig.model_validate({"model": {"type": "eagle3"}})
     world.current = CurrentWeights(Versions(0, 0), case.lag)
     publisher = Publisher(PublisherSpec(drafter, num_steps, recomputes=True), world, world, Path(), world.current)

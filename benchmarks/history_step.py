@@ -61,7 +61,7 @@ class Engine:
         self.batch.num_tokens_no_spec = np.full(most_requests, PROMPT)
         runner: Any = SimpleNamespace(num_spec_tokens=K, requests={}, device="cpu", input_batch=self.batch)
         runner.discard_request_mask = SimpleNamespace(np=np.zeros(most_requests, bool))
-        runner.propose_draft_token_ids = runner.take_draft_token_ids = None
+        runner.propose_draft_token_ids = None
         self.runner, self.history = runner, HistoryDrafting(runner, SuffixIndex(ROOM), draws=True)
         self.begun = self.added = 0
 
@@ -77,7 +77,7 @@ class Engine:
         self.batch.num_tokens_no_spec[:] = length = PROMPT + self.length // 2 + number
         sampled = self.batch.token_ids_cpu[: len(self.batch.req_ids), length - 1 : length].tolist()
         output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={})
-        attach(output, Plan("", [1.0, 1.2, 1.4], 0, 1.0, ""))
+        attach(output, Plan([1.0, 1.2, 1.4]))
         self.runner.propose_draft_token_ids(output, sampled, SimpleNamespace(all_greedy=False, all_random=True))
 
     def step_times(self, requests: int, pays: bool) -> tuple[float, float]:

@@ -148,13 +148,11 @@ class OneRequest:
             np.array([len(prompt)]),
             k,
         )
-        self._requests, self._nothing = RequestTexts(1, self._text.size + k), np.empty((1, 0), np.int32)
+        self._requests = RequestTexts(1, self._text.size + k)
 
     def draft(self, index: Any, length: int, draws: bool) -> Any:
         """Return drafts for the one request, whose response has this length; no shorter one than before."""
-        rows = self._requests.follow(
-            ["r"], self._text, self._prompt_length + length, self._prompt_length, self._nothing
-        )
+        rows = self._requests.follow(["r"], self._text, self._prompt_length + length, self._prompt_length)
         return index.draft(self._requests, rows, self._k, np.array([draws]))
 
 

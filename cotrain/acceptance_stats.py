@@ -14,10 +14,10 @@ DEPTHS = (0, 32, 128, 512, 2048, 8192, 32768)
 """Response positions at which the parts of a response begin whose acceptance is counted separately."""
 
 
-def counts_of_steps(steps: Iterable[tuple[int, ...]], most: int) -> SpeculationCounts:
+def counts_of_steps(steps: Iterable[tuple[int, int]], most: int) -> SpeculationCounts:
     """Return the counts of verification steps, (draft tokens, accepted ones) each, of at most `most` draft tokens."""
     num_steps, accepted = [0] * most, [[0] * most for _ in range(most)]
-    for drafted, taken, *_ in steps:
+    for drafted, taken in steps:
         if drafted:
             num_steps[drafted - 1] += 1
             for position in range(taken):
@@ -35,30 +35,6 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
         tuple(map(sum, zip(*(c.steps for c in present), strict=True))),
         tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_length),
     )
-
-
-def drafter_counts(rollout: Rollout) -> SpeculationCounts | None:
-    """Return the counts of the verification steps whose drafts came from the drafter: those from history say nothing of it."""
-    if rollout.speculation is None or not rollout.from_history:
-        return rollout.speculation
-    steps = zip(rollout.verification_steps, rollout.from_history, strict=True)
-    return counts_of_steps((step for step, is_history in steps if not is_history), len(rollout.speculation.steps))
-
-
-def share_from_history(rollouts: Iterable[Rollout]) -> float:
-    """Return the share of the requests' decode steps whose drafts came from history."""
-    steps = [(sum(r.from_history), len(r.token_ids) - sum(n for _, n in r.verification_steps)) for r in rollouts]
-    return sum(of_history for of_history, _ in steps) / max(1, sum(number for _, number in steps))
-
-
-def drafter_starts(rollout: Rollout, recomputes: bool = True) -> list[tuple[int, int]]:
-    """Return (offset in the last segment, draft tokens) of its verification steps whose drafts came from the drafter.
-
-    There are none where `steps_by_segment` returns None.
-    """
-    *_, steps = steps_by_segment(rollout, recomputes) or [[]]
-    start = rollout.segments[-1].start
-    return [(offset - start, drafted) for drafted, _, is_history, offset in steps if not is_history]
 
 
 def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
@@ -97,22 +73,20 @@ def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
         token_ids=rollout.token_ids[start:],
         log_probs=rollout.log_probs[start:],
         speculation=counts_of_steps(steps, len(counts.steps)) if counts and by_segment else None,
-        verification_steps=tuple(step[:2] for step in steps),
+        verification_steps=tuple(steps),
         earlier=(),
-        from_history=tuple(step[2] for step in steps) if rollout.from_history else (),
     )
 
 
 def counts_by_versions(rollouts: Iterable[Rollout], recomputes: bool = True) -> dict[Versions, SpeculationCounts]:
-    """Return the drafter's counts by policy and drafter, over rollouts whose verification steps can be assigned to segments."""
+    """Return the counts by policy and drafter, over rollouts whose verification steps can be assigned to segments."""
     by_versions: dict[Versions, list[SpeculationCounts]] = defaultdict(list)
     for rollout in rollouts:
-        if (counts := drafter_counts(rollout)) is not None and not rollout.earlier:
+        if (counts := rollout.speculation) is not None and not rollout.earlier:
             by_versions[rollout.versions].append(counts)
         elif counts is not None:
             for segment, steps in zip(rollout.segments, steps_by_segment(rollout, recomputes) or (), strict=False):
-                own = (step for step in steps if not step[2])
-                by_versions[segment.versions].append(counts_of_steps(own, len(counts.steps)))
+                by_versions[segment.versions].append(counts_of_steps(steps, len(counts.steps)))
     return {versions: total for versions, parts in by_versions.items() if (total := total_counts(parts)) is not None}
 
 
@@ -121,19 +95,17 @@ def policy_updates(rollout: Rollout) -> list[int]:
     return [b.start for a, b in pairwise(rollout.segments) if a.versions.policy != b.versions.policy]
 
 
-def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int, bool, int]]] | None:
-    """Return the verification steps of each segment, by counting tokens: (draft tokens, accepted ones, whether
-    they came from history, response tokens before the step's first input) each.
+def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int]]] | None:
+    """Return the verification steps of each segment, by counting tokens: (draft tokens, accepted ones) each.
 
     The first token of a response has no verification step, and neither has the first one after a policy update that computes the
     text again (recomputes). Returns None if the count ends too early, because drafting paused or a request was preempted.
     """
     starts, updates = [segment.start for segment in rollout.segments], policy_updates(rollout) if recomputes else []
-    position, by_segment = 1, [list[tuple[int, int, bool, int]]() for _ in starts]
-    marks = rollout.from_history or [False] * len(rollout.verification_steps)
-    for (drafted, accepted), is_history in zip(rollout.verification_steps, marks, strict=True):
+    position, by_segment = 1, [list[tuple[int, int]]() for _ in starts]
+    for drafted, accepted in rollout.verification_steps:
         position += position in updates
-        by_segment[bisect_right(starts, position) - 1].append((drafted, accepted, is_history, position - 1))
+        by_segment[bisect_right(starts, position) - 1].append((drafted, accepted))
         position += 1 + accepted
     position += position in updates
     return by_segment if position >= len(rollout.token_ids) else None

@@ -119,8 +119,6 @@ class Rollout:
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
     earlier: tuple[Segment, ...] = ()
     """The segments that other versions generated before, in order."""
-    from_history: tuple[bool, ...] = ()
-    """Whether the drafts of each verification step came from history; empty where nothing drafts from history."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:

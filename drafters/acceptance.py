@@ -28,15 +28,8 @@ class StartAcceptance:
     offset: Tensor  # [S] int64, generated tokens before the start's first input; negative: no step begins here
 
 
-def rollout_acceptance(
-    starts: Sequence[StartAcceptance],
-    num_speculative_tokens: int,
-    drafted: Sequence[Sequence[tuple[int, int]]] | None = None,
-) -> RolloutAcceptance:
+def rollout_acceptance(starts: Sequence[StartAcceptance], num_speculative_tokens: int) -> RolloutAcceptance:
     """Return one row for each rollout, in the order of `starts`. Each element of `starts` numbers its rollouts from 0.
-
-    drafted [R]: (offset, draft tokens) of the verification steps that the drafter drafted for, where other proposers drafted
-    for the others; only these of num_speculative_tokens draft tokens count. None takes the drafter to draft throughout.
 
     Where an acceptance is unknown, for example beyond a rollout's length limit, it is replaced by the mean of its draft
     position over all rollouts. num_speculative_tokens is at most K.
@@ -53,28 +46,14 @@ def rollout_acceptance(
         known[whole] = tables[:, whole].isfinite().sum((0, 2, 3))
         probability, drawn = (_without_unknown(table, exists[whole]) for table in tables[:, whole])
         all_before = torch.cat([torch.ones_like(drawn[:, :1]), drawn.cumprod(1)], dim=1)  # [R, k+1, L]
-        if drafted is None:
-            begun = _visits(all_before, exists[whole])
-        else:
-            begun = _begun(drafted, num_speculative_tokens, exists)[whole]
+        begun = _visits(all_before, exists[whole])
         steps[whole], accepted[whole] = begun.sum(1), (begun[:, None] * all_before[:, :-1] * probability).sum(2)
     return RolloutAcceptance(steps.numpy(), accepted.numpy(), known.numpy())
 
 
-def rollout_acceptances(
-    starts: Sequence[StartAcceptance], most: int, drafted: Sequence[Sequence[tuple[int, int]]] | None = None
-) -> list[RolloutAcceptance]:
+def rollout_acceptances(starts: Sequence[StartAcceptance], most: int) -> list[RolloutAcceptance]:
     """Call `rollout_acceptance` for each draft length 1 to `most`, which decides where verification steps begin."""
-    return [rollout_acceptance(starts, k, drafted) for k in range(1, most + 1)]
-
-
-def _begun(drafted: Sequence[Sequence[tuple[int, int]]], num_speculative_tokens: int, exists: Tensor) -> Tensor:
-    """Return [R, L]: 1 at starts where a verification step of so many draft tokens began."""
-    begun = torch.zeros(exists.shape, dtype=torch.float64)
-    for row, steps in enumerate(drafted):
-        offsets = [offset for offset, number in steps if number == num_speculative_tokens]
-        begun[row, [offset for offset in offsets if 0 <= offset < exists.shape[1]]] = 1.0
-    return begun * exists
+    return [rollout_acceptance(starts, k) for k in range(1, most + 1)]
 
 
 def _by_rollout(

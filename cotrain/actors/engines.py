@@ -1,6 +1,5 @@
 """The one client of all rollout engines. All calls but `start`, `begin_generate` and `share_history` wait."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -141,14 +140,11 @@ class RolloutEngines(Replicas):
         """Let all engines draft from what `save_history` has written."""
         self.call_all(RolloutEngine.on_workers, EngineWorker.load_history, str(path))
 
-    def proposer_metrics(self) -> dict[str, float]:
-        """Return drafts, draft tokens and accepted tokens by proposer since the last call, and the size of the history."""
+    def history_metrics(self) -> dict[str, float]:
+        """Return what the history of one engine holds."""
         self._end_sharing()
-        counts: Counter[str] = Counter()
-        reports = [*self.call_all(RolloutEngine.on_workers, EngineWorker.take_history_report).values()]
-        for report in reports:
-            counts.update(report["counts"])
-        return dict(counts) | reports[0]["state"]
+        tokens, num_bytes = next(iter(self.call_all(RolloutEngine.on_workers, EngineWorker.history_size).values()))
+        return {"history/tokens": tokens, "history/bytes": num_bytes}
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

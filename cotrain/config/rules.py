@@ -99,6 +99,11 @@ def _engine_rules(config: RunConfig) -> Iterator[str]:
     ranks = rollout.vllm.get("tensor_parallel_size", 1)
     if type(ranks) is not int or ranks < 1:
         yield f"rollout.vllm.tensor_parallel_size: {ranks!r} is no whole number from 1 on; set one, or leave it out"
+    if rollout.history is not None and config.drafter is not None:
+        yield (
+            "rollout.history: an engine drafts from a history or from a drafter, as both together were no faster in whole steps "
+            "(docs/measurements/history.md); leave out rollout.history or drafter"
+        )
     needed = BYTES_PER_TOKEN * 2 * rollout.rollouts_per_step * (rollout.max_new_tokens + 1)
     if rollout.history is not None and rollout.history.max_bytes < needed:
         yield (

@@ -90,8 +90,8 @@ class PolicyConfig(Section):
 
 
 class HistoryConfig(Section):
-    """An index of finished rollouts, which proposes the tokens that followed the same text before, alone or beside the drafter.
-    Each request drafts in each step from the one with the higher measured acceptance. Without this section there is no index."""
+    """An index of finished rollouts, which proposes the tokens that followed the same text before, in place of a drafter. Without
+    this section there is no index."""
 
     max_bytes: Annotated[PositiveInt, Field(le=BYTES_PER_TOKEN * (2**31 - 1))] = 2**28
     """Most bytes of the index in each engine, 36 for each token, whose positions have 32 bits. When it is full, the oldest half is

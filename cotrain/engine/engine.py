@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from cotrain.acceptance_stats import counts_of_steps, drafter_starts, total_counts
+from cotrain.acceptance_stats import counts_of_steps, total_counts
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine_death import death_in_words
 from cotrain.engine.processes import PARTIAL
@@ -61,16 +61,14 @@ class RolloutEngine(UpdatableEngine):
             raise ValueError(f"draft tokens must be 0..{most}, not {num_speculative_tokens}")
         if not self.spec.speculates:
             return
-        has_history = self.spec.rollout.history is not None
         self._chooses = num_speculative_tokens is None and self.spec.chooses_length
         if self._chooses:
-            proposers = ["drafter"] * (self.spec.drafter_folder is not None) + ["history"] * has_history
-            await self.in_scheduler(DraftLengths.choose_among, proposers)
+            await self.in_scheduler(DraftLengths.adapt, self.spec.rollout.history is not None)
         else:
             fixed = most if num_speculative_tokens is None else num_speculative_tokens
             await self.in_scheduler(DraftLengths.fix_num_speculative_tokens, fixed)
         # A request for which the drafter proposes nothing now may be drafted for later.
-        await self.on_workers(EngineWorker.read_prompts, self._chooses or (has_history and num_speculative_tokens != 0))
+        await self.on_workers(EngineWorker.read_prompts, self._chooses)
 
     async def describe_speculation(self) -> str:
         """The draft lengths in use, and why."""
@@ -258,8 +256,7 @@ class RolloutEngine(UpdatableEngine):
         completion = output.outputs[0]
         *earlier, last = (Segment(Versions.parse(s.version), s.start, s.end) for s in completion.weight_versions)
         token_ids, drafting = list(completion.token_ids), completion.spec_decode_metrics
-        drafted = drafting.per_step_drafted if drafting else []  # negative where history has proposed
-        steps = tuple(zip(map(abs, drafted), drafting.per_step_accepted, strict=True)) if drafting else ()
+        steps = tuple(zip(drafting.per_step_drafted, drafting.per_step_accepted, strict=True)) if drafting else ()
         return Rollout(
             prompt_id=request.prompt_id,
             sample_index=request.sample_index,
@@ -272,7 +269,6 @@ class RolloutEngine(UpdatableEngine):
             speculation=counts_of_steps(steps, drafting.num_spec_tokens) if drafting else None,
             verification_steps=steps,
             earlier=tuple(earlier),
-            from_history=() if self.spec.rollout.history is None else tuple(number < 0 for number in drafted),
         )
 
     async def _take_features(
@@ -283,8 +279,7 @@ class RolloutEngine(UpdatableEngine):
             return [], {}
         sequences = {}
         for name, r in rollouts.items():
-            drafted = None if self.spec.rollout.history is None else drafter_starts(r, recomputes=not self._salt)
-            last = r.versions.policy, r.segments[-1].start, r.versions.drafter, drafted
+            last = r.versions.policy, r.segments[-1].start, r.versions.drafter
             sequences[name] = (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), *last)
         rollout, serving = self.spec.rollout, self.spec.serving
         sampling = {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)}

@@ -31,10 +31,8 @@ WRAPPED = {
     f"{RUNNER}.propose_draft_token_ids": "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
     "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings",
     f"{RUNNER}._sample": "self logits spec_decode_metadata",
-    f"{RUNNER}.take_draft_token_ids": "self",
     f"{SCHEDULER}.schedule": "self throttle_prefills",
     f"{SCHEDULER}.update_from_output": "self scheduler_output model_runner_output",
-    f"{SCHEDULER}.update_draft_token_ids": "self draft_token_ids",
     f"{SCHEDULER}.set_pause_state": "self pause_state",
 }
 """Functions that ours replace, with all their parameters in order."""
@@ -42,6 +40,7 @@ WRAPPED = {
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 SIDECAR = {path: names for path, names in WRAPPED.items() if not path.startswith(RUNNER)} | {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context headless",
+    f"{SCHEDULER}.update_draft_token_ids": "self draft_token_ids",
     "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls": "self",
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
     f"{SCHEDULER}._free_request": "self request delay_free_blocks",

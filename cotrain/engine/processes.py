@@ -58,8 +58,6 @@ class EngineProcesses:
         draws = self.spec.rollout.draft_sample_method == "probabilistic"
         index = None if history is None else (history.max_bytes, draws)
         await self.on_workers(EngineWorker.start, self.spec.scratch, has_drafter, index)
-        if history is not None:  # requests that draft from history leave gaps in what the drafter has read
-            await self.on_workers(EngineWorker.read_prompts, True)
 
     async def shutdown(self) -> None:
         """Stop vLLM and all its processes."""

@@ -1,14 +1,13 @@
 """vLLM's schedulers with draft lengths that are chosen for each step, and a way to reach `DraftLengths` from outside."""
 
 import time
-from collections.abc import Set
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from cotrain.engine.interface import attach, attached
+from cotrain.engine.interface import attach
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.process.children import follow_parent
 
@@ -19,9 +18,6 @@ class WatchedScheduler:
     DraftLengths sees each step and chooses draft lengths up to the configured one. vLLM looks the draft length up in
     dynamic_sd_lookup, by the number of requests that `schedule` has scheduled.
     """
-
-    cotrain_from_history: frozenset[str] = frozenset()
-    """Requests whose next drafts to be verified come from history."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -58,7 +54,7 @@ class WatchedScheduler:
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
         """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
-        self.draft_lengths.observe(step_of(output, sampled, self.cotrain_from_history))
+        self.draft_lengths.observe(step_of(output, sampled))
 
     def cotrain_pause(self) -> None:
         """Note that the next step does not follow at once."""
@@ -71,23 +67,6 @@ class DraftLengthScheduler(WatchedScheduler, Scheduler):
     def cotrain_start(self) -> None:
         follow_parent()
         super().cotrain_start()
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        proposer, requests = attached(draft_token_ids), frozenset(draft_token_ids.req_ids)
-        if proposer in ("", "history"):
-            self.draft_lengths.left_passes_out()
-        self.cotrain_from_history -= requests
-        if proposer == "history":
-            self.cotrain_from_history |= requests
-        super().update_draft_token_ids(draft_token_ids)
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        marked = self.cotrain_from_history.intersection(verified(scheduler_output, model_runner_output))
-        counts = [self.requests[request].spec_decode_metrics for request in marked]
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for of_request in counts:  # vLLM's counts do not tell proposers apart: RolloutEngine reads the sign
-            of_request.per_step_drafted[-1] *= -1
-        return outputs
 
 
 class OverlappingScheduler(DraftLengthScheduler, AsyncScheduler):
@@ -128,14 +107,12 @@ def verified(output: Any, sampled: Any) -> dict[str, tuple[int, int]]:
     return {request: (len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)}
 
 
-def step_of(output: Any, sampled: Any, from_history: Set[str] = frozenset()) -> Step:
-    """Return what became of a step. from_history: requests whose drafts, if they had any, came from history."""
-    drafts = verified(output, sampled)
+def step_of(output: Any, sampled: Any) -> Step:
+    """Return what became of a step."""
     return Step(
         num_speculative_tokens=output.num_spec_tokens_to_schedule,
         batch=len(output.num_scheduled_tokens),
         computes_prompts=computes_prompts(output),
-        drafts=list(drafts.values()),
+        drafts=list(verified(output, sampled).values()),
         num_tokens=sum(_generated(sampled).values()),
-        from_history=not from_history.isdisjoint(drafts),
     )

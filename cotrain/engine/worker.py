@@ -64,7 +64,7 @@ class EngineWorker:
 
             max_bytes, draws = history
             index = SuffixIndex(max_bytes, seed=worker.vllm_config.model_config.seed)
-            self.history = HistoryDrafting(runner, index, draws, self.hook.propose if has_drafter else None)
+            self.history = HistoryDrafting(runner, index, draws)
 
     def update_policy(self, path: str, digests: dict[str, str], turn: int, sent: bool) -> None:
         """sent: vLLM's weight transfer has loaded the policy, which is only compared with the file."""
@@ -105,8 +105,9 @@ class EngineWorker:
     def add_history(self, rollouts: list[tuple[list[int], list[int]]]) -> None:
         self.history.add(rollouts)
 
-    def take_history_report(self) -> dict[str, dict[str, float]]:
-        return self.history.take_report()
+    def history_size(self) -> tuple[int, int]:
+        """Return the tokens and bytes of the index."""
+        return self.history.index.num_tokens, self.history.index.num_bytes
 
     def save_history(self, path: str) -> None:
         """Write the index that the engine drafts from."""
@@ -132,7 +133,7 @@ class EngineWorker:
 
     def begin_features(
         self,
-        rollouts: dict[str, tuple[list[int], int, int, int, int, list[tuple[int, int]] | None]],
+        rollouts: dict[str, tuple[list[int], int, int, int, int]],
         path: str,
         sampling: dict[str, Any],
         aux_layers: list[int],
@@ -140,7 +141,7 @@ class EngineWorker:
         """Begin to write the features of finished rollouts as one shard, in a thread beside the engine's steps.
 
         rollouts: request id -> (all token ids, and of its FeatureRecord: prompt_length, policy_version, earlier_tokens,
-        drafter_version, drafted). sampling: fields of SamplingParams.
+        drafter_version). sampling: fields of SamplingParams.
         """
         hook, common = self.hook, (SamplingParams(**sampling), aux_layers)
         stats, hook.tap_seconds = {"record_seconds": hook.tap_seconds}, 0.0

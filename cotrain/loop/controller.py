@@ -151,8 +151,7 @@ class Controller:
         if taps:
             self.checks.features(window.batch, served.policy, clock)
         outcomes, lossless = self._check_distribution(step, scored, clock) if speculates else ([], {})
-        history = self.config.rollout.history is not None
-        proposers = self.roles.engines.proposer_metrics() if history else {}
+        history = self.roles.engines.history_metrics() if self.config.rollout.history is not None else {}
         with clock.phase("learn"):
             outcome, learned, payload = self._learn(step, scored, window.batch, clock)
         self.checks.log_probs(step, learned, max(served.policy - r.segments[0].versions.policy for r in rollouts))
@@ -178,7 +177,7 @@ class Controller:
         seconds = clock.seconds | {"step": clock.step_seconds}
         prompts = {group.prompt.id: group.prompt for group in groups}
         return StepResult(
-            step, served, scored, prompts, window, stream, proposers, lossless, outcomes, learned, swaps, seconds
+            step, served, scored, prompts, window, stream, history, lossless, outcomes, learned, swaps, seconds
         )
 
     def _take(self) -> list[GroupResult]:

@@ -51,8 +51,8 @@ class StepResult:
     window: StepWindow
     stream: dict[str, float]
     """Metrics of the groups in flight when the step began."""
-    proposers: dict[str, float]
-    """Metrics of drafts by proposer, where engines draft from history."""
+    history: dict[str, float]
+    """Metrics of the index, where engines draft from history."""
     lossless: dict[str, float]
     """Metrics of a check of the distribution."""
     outcomes: list[Outcome]
@@ -81,8 +81,9 @@ class StepResult:
         lags, num_engines = config.stream.max_policy_lag > 0, config.rollout.num_engines
         recomputes, batch = config.stream.on_swap != "keep_kv", self.window.batch
         row = self.stream | lag_metrics([one.rollout for one in self.scored], self.served.policy)
-        row |= rollout_metrics(self.scored, batch, self.served.drafter, recomputes, num_engines)
-        row |= self.lossless | self.proposers
+        drafter_version = self.served.drafter if config.drafter is not None else -1
+        row |= rollout_metrics(self.scored, batch, drafter_version, recomputes, num_engines)
+        row |= self.lossless | self.history
         for outcome in self.outcomes:
             row |= outcome.metrics
         row |= self.learned

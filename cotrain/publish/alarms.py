@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cotrain.acceptance_stats import drafter_counts, total_counts
+from cotrain.acceptance_stats import total_counts
 from cotrain.config.schema import MIN_PROMPTS, DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
@@ -100,7 +100,7 @@ def check_acceptance(
     # After a pause in drafting, the expected acceptance of a rollout is unknown.
     serving = evidence.versions.drafter
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
-    counts, expected = total_counts(map(drafter_counts, rollouts)), evidence.expected
+    counts, expected = total_counts(r.speculation for r in rollouts), evidence.expected
     if counts is None or expected is None or not expected.covers(counts.steps):
         return {}, None
     canary = evidence.serving.watched > 0

@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 
-from cotrain.acceptance_stats import share_from_history
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_step
@@ -143,9 +142,8 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
         return
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
     # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
-    # What is drafted from history gains nothing from a better drafter.
-    share = max(config.train_every, scores.steps) * (1 - share_from_history(batch.rollouts))
-    saved, cost = share * seconds_saved(batch, candidate, serving), evidence.serving.swap_seconds * batch.exposed
+    steps = max(config.train_every, scores.steps)
+    saved, cost = steps * seconds_saved(batch, candidate, serving), evidence.serving.swap_seconds * batch.exposed
     if not always and bound <= MARGIN:
         because = f", no gain above the margin of {MARGIN:g} is certain"
     elif not always and saved <= cost:

@@ -27,8 +27,6 @@ class FreshScores:
     """[K] of the candidate; None where all weights so far were judged or published."""
     updates: int  # optimizer steps that led to the candidate
     served_by: list[int]  # [R] drafter version that the last segment of each rollout was drafted with
-    served: list[RolloutAcceptance] | None = None
-    """[K] of the serving drafter, where it has drafted, if drafts come from history too; None where it drafts throughout."""
     steps: int = 1  # steps that the rollouts are of
     gathered: "FreshScores | None" = None
     """The same candidate on these rollouts and those of the steps before; None is these alone. Nothing but the gate reads it."""

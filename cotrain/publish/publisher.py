@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cotrain.acceptance_stats import drafter_counts, last_segment, total_counts
+from cotrain.acceptance_stats import last_segment, total_counts
 from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
@@ -94,7 +94,7 @@ class Publisher:
         scores, metrics = self._trainer.take_in(batch.features, versions.drafter, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
         served_by = np.array(scores.served_by) == versions.drafter
-        expected = expected_of(scores.served or scores.serving, scores.prompts, served_by)
+        expected = expected_of(scores.serving, scores.prompts, served_by)
         sent = current.drafter.digests if current.drafter else {}
         reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
         served = self._engines.served_digests(sorted(sent), True) if reads_back else []
@@ -109,7 +109,7 @@ class Publisher:
         kinds = {event.kind for event in outcome.events}
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
-        counts = total_counts(map(drafter_counts, batch.rollouts))
+        counts = total_counts(rollout.speculation for rollout in batch.rollouts)
         outcome.metrics |= metrics | ({} if expected is None else expected.metrics(counts.steps if counts else ()))
         return outcome
 

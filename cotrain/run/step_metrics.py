@@ -14,7 +14,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Reward, length and acceptance come from the rollouts trained on; speed, feature tap and speculation gain from the window.
 
-    drafter_version: the one served. recomputes: see `steps_by_segment`.
+    drafter_version: the one served; -1 without a drafter. recomputes: see `steps_by_segment`.
     """
     n, num_tokens = len(rollouts), sum(len(r.rollout.token_ids) for r in rollouts)
     metrics: dict[str, Any] = {

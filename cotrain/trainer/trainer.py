@@ -176,16 +176,14 @@ class DrafterTrainer:
             self._held = None
         updates, candidate = self._held or (progress.updates, self.drafter)
         has_candidate = updates > max(progress.published_update, judged)
-        starts = self._starts([self._published[serving], *([candidate] if has_candidate else [])], segments)
-        scores = [rollout_acceptances(of_drafter, self._served_depth) for of_drafter in starts]
-        drafted = [r.drafted for r in segments if r.drafted is not None]
+        drafters = [self._published[serving], *([candidate] if has_candidate else [])]
+        scores = [rollout_acceptances(starts, self._served_depth) for starts in self._starts(drafters, segments)]
         fresh = FreshScores(
             prompts=[record.prompt_key for record in records],
             serving=scores[0],
             candidate=scores[1] if has_candidate else None,
             updates=updates,
             served_by=[record.drafter_version for record in records],
-            served=rollout_acceptances(starts[0], self._served_depth, drafted) if drafted else None,
         )
         gathered = progress.gathered = fresh.after(progress.gathered)
         if has_candidate and not gathered.suffice and self._held is None:

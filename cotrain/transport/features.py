@@ -46,8 +46,6 @@ class FeatureRecord:
     """Response tokens before the last segment, which other versions generated: a drafter is not judged by them."""
     drafter_version: int = 0
     """Version of the drafter that drafted in the last segment."""
-    drafted: list[tuple[int, int]] | None = None
-    """Where drafts come from history too: (offset in the last segment, draft tokens) of the steps that the drafter drafted for."""
 
     @property
     def num_tokens(self) -> int:

@@ -167,16 +167,12 @@ def _places(text, order, own_text, length, response_start, lows, highs):
 
 
 @_compiled
-def follow(texts, links, heads, lengths, rows, batch_texts, batch_lengths, new):
+def follow(texts, links, heads, lengths, rows, batch_texts, batch_lengths):
     """Bring rows of RequestTexts up to the end of a step: see RequestTexts.follow."""
     for i, row in enumerate(rows):
         known, text = lengths[row], texts[row]
         length = max(known, batch_lengths[i])
         text[known:length] = batch_texts[i, known:length]
-        for token in new[i]:
-            if token >= 0:
-                text[length] = token
-                length += 1
         _link(text, links[row], heads[row], known, length)
         lengths[row] = length
 

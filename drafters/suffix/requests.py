@@ -36,12 +36,11 @@ class RequestTexts:
         texts: Tokens,
         lengths: NDArray[np.int64],
         prompt_lengths: NDArray[np.int64],
-        new: Tokens,
     ) -> NDArray[np.int64]:
         """Bring all texts up to the end of a step, and forget those of other requests. Returns the rows of the requests [R].
 
         texts [R or more, N], lengths, prompt_lengths [R or more]: what vLLM's batch holds. It is read where it is longer than
-        what is known. new [R, n]: tokens that the batch does not hold yet, filled up with -1.
+        what is known.
         """
         for ended in self._rows.keys() - requests:
             self._free.append(self._rows.pop(ended))
@@ -51,5 +50,5 @@ class RequestTexts:
                 self.heads[row], self.lengths[row], self.prompt_lengths[row] = 0, 0, prompt_lengths[i]
                 self.keys[row] = key_of(texts[i, : prompt_lengths[i]])
         rows = np.array([self._rows[request] for request in requests], np.int64)
-        frequencies.follow(self.texts, self.links, self.heads, self.lengths, rows, texts, lengths, new)
+        frequencies.follow(self.texts, self.links, self.heads, self.lengths, rows, texts, lengths)
         return rows

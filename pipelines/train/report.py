@@ -90,11 +90,6 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     # Weighted, because a step with a dozen verification steps says little.
     acceptance, most = _from_to(run, SERVED, "rollout/num_drafts"), 1 + run.settings[LONGEST]
     facts["acceptance"] = f"{acceptance}   (tokens per verification step; 1 is no gain, {most} the most)"
-    for name in ("history", "drafter"):
-        drafted, accepted = (run.column(f"{name}/{kind}").sum() for kind in ("drafted_tokens", "accepted_tokens"))
-        if drafted:
-            share = f"({accepted / drafted:.0%})"
-            facts[f"  from {name}"] = f"{accepted:,.0f} of {drafted:,.0f} draft tokens accepted   {share}"
     if DRAFTER in run.settings:
         kept_back, rolled_back = (run.column("gate/publish") == 0).sum(), run.column("drafter/rolled_back").sum()
         swaps = [f"{run.column('drafter/published').sum():.0f} drafters put into the running engine"]
@@ -159,8 +154,6 @@ def _speculation(run: RunRecord) -> Iterator[Section]:
         "served": run.column(SERVED),
         "expected on unseen rollouts": run.column("rollout/expected_acceptance_length"),
     }
-    if run.column("history/tokens").any():
-        served["served by the drafter alone"] = run.column("rollout/acceptance_length_serving")
     marks = {kind: [row["step"] for row in run.decisions if row["kind"] == kind] for kind in MARKED}
     title, text = "Acceptance length, served and expected", "Tokens that a verification step of the engine emits."
     yield line_section(title, "acceptance length", text, served, marks=marks, floor="1: no gain")

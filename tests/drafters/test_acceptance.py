@@ -159,38 +159,3 @@ def test_nothing_known():
     assert rollout_acceptance([], 3).rates() == []
     assert rollout_acceptance([starts(torch.empty(3, 0).tolist())], 3).rates() == []
     assert acceptance_length([starts([[NAN], [NAN]])], 2) == 1.0
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_where_another_proposer_drafts_too_the_drafters_own_steps_are_expected(greedy):
-    """Another proposer takes some tokens, which are easier than others, and whose drafts are accepted more often."""
-    world, k = World(1.5), 2
-    tokens = world.sample(400, 24, seed=3)
-    of_world = world.starts(tokens, greedy)
-    chance = of_world.probability[0].reshape(400, 23)
-    easy = {token for token in range(VOCABULARY) if chance[tokens[:, :-1] == token].mean() > chance.mean()}
-    generator = torch.Generator().manual_seed(5)
-    drawn = of_world.drawn.reshape(DEPTH, 400, 23)
-    drafted, served = [], [0, 0, 0]
-    for row in range(400):
-        steps, start = [], 0
-        while start < 23:
-            accepted = 0
-            if int(tokens[row, start]) in easy:
-                accepted = int(torch.randint(3, (), generator=generator))
-            else:
-                most = min(k, 23 - start)
-                lucky = torch.rand(most, generator=generator) < drawn[:most, row, start]
-                accepted = int(lucky.long().cumprod(0).sum())
-                steps.append((start, most))
-                served[0] += most == k
-                for position in range(accepted if most == k else 0):
-                    served[1 + position] += 1
-            start += 1 + accepted
-        drafted.append(steps)
-    own = rollout_acceptance([of_world], k, drafted)
-    assert own.steps.sum() == served[0], "steps of another length, at the end of a response, are counted with theirs"
-    assert own.rates() == pytest.approx([accepted / served[0] for accepted in served[1:]], abs=0.03)
-    assert sum(own.rates()) < sum(rollout_acceptance([of_world], k).rates()) - 0.05
-    nothing = rollout_acceptance([of_world], k, [[]] * 400)
-    assert nothing.steps.sum() == nothing.accepted.sum() == 0

@@ -17,13 +17,10 @@ from drafters.suffix.index import Drafts
 Fault = Callable[[Drafts], Drafts]
 
 LENGTHS = "lengths"
-"""No fault: history and the drafter, if there is one, draft in turn, and of history the requests draft 0 to k tokens in turn."""
+"""No fault: the requests draft 0 to k tokens in turn."""
 
 PRICES = "prices"
 """No fault: the scheduler's step ratios count as those of a machine on which each draft token costs a third of a step."""
-
-OF_ANOTHER_REQUEST = "drafters_distribution_of_another_request"
-"""As LENGTHS, and the drafter's tokens of a request come with its distributions of the request before."""
 
 
 class Planting(EngineWorker):
@@ -35,15 +32,11 @@ class Planting(EngineWorker):
         index = history.index
         index.__dict__.pop("draft", None)
         history.__dict__.pop("_drafts", None)
-        history._drafter = getattr(self, "clean_drafter", history._drafter)
         runner.propose_draft_token_ids = history.propose
         if fault == PRICES:
             runner.propose_draft_token_ids = functools.partial(_priced, history.propose)
-        elif fault in (LENGTHS, OF_ANOTHER_REQUEST):
-            history._drafts = functools.partial(_in_turn, history, itertools.count(), itertools.count())
-            if fault == OF_ANOTHER_REQUEST:
-                self.clean_drafter = history._drafter
-                history._drafter = functools.partial(_rolled, runner, history._drafter)
+        elif fault == LENGTHS:
+            history._drafts = functools.partial(_in_turn, history, itertools.count())
         elif fault is not None:
             draft = index.draft
             index.draft = lambda *args: FAULTS[fault](draft(*args))
@@ -60,12 +53,8 @@ def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> A
     return propose(scheduler_output, *rest)
 
 
-def _in_turn(
-    history: HistoryDrafting, steps: Iterator[int], numbers: Iterator[int], plan: Plan, step: Step, *rest: Any
-) -> Any:
-    if history._drafter is not None and next(steps) % 2:
-        return None
-    drafts = HistoryDrafting._drafts(history, plan._replace(probes="history"), step, *rest)
+def _in_turn(history: HistoryDrafting, numbers: Iterator[int], plan: Plan, step: Step, *rest: Any) -> Any:
+    drafts = HistoryDrafting._drafts(history, plan._replace(probes=True), step, *rest)
     if drafts is None:
         return None
     lengths = [next(numbers) % (num + 1) if num else 0 for num in drafts.nums.tolist()]
@@ -73,13 +62,6 @@ def _in_turn(
         if length:
             history._proposals[request] = Proposal(0, length, length)
     return drafts.first(np.array(lengths))
-
-
-def _rolled(runner: Any, drafter: Callable[..., Any], *args: Any) -> Any:
-    drafts = drafter(*args)
-    if runner._draft_probs is not None:
-        runner._draft_probs = runner._draft_probs.roll(1, 0)
-    return drafts
 
 
 def sharpened(drafts: Drafts) -> Drafts:

@@ -54,7 +54,7 @@ class Decisions:
         lengths = self._draft_lengths.choose(time.perf_counter())
         if (state := self._news(self._state, State)) is not None:
             if self._adaptive and not self._attached and state.reason is None:
-                self._draft_lengths.choose_among(["drafter"])
+                self._draft_lengths.adapt()
             self._attached = state.reason is None
         if (settings := self._news(self._spool.settings_file, Settings)) is not None:
             self._share = settings.share  # a trainer that was restarted may ask for less

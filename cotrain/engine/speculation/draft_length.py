@@ -17,8 +17,7 @@ from cotrain.engine.speculation.trials import BLOCK_STEPS, Trials
 from cotrain.records import GainReport
 
 PROBE_STEPS = 64
-"""Beside an index of rollouts, one step in so many drafts from one proposer in turn whether it pays or not, so that one that has
-become better is noticed."""
+"""One step in so many drafts from an index of rollouts whether it pays or not, so that one that has become better is noticed."""
 
 
 class Step(NamedTuple):
@@ -32,10 +31,6 @@ class Step(NamedTuple):
     """(verified draft tokens, accepted ones) of each request that had drafts."""
     num_tokens: int
     """Number of tokens that the step generated."""
-    from_history: bool = False
-    """Whether the verified drafts came from history."""
-    has_passes: bool = True
-    """Whether the drafter ran at the end of the step."""
 
     @property
     def steady(self) -> bool:
@@ -46,16 +41,12 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What HistoryDrafting has to know of a step, to choose between history and the drafter."""
+    """What HistoryDrafting has to know of a step, to choose the length of each request."""
 
-    ratios: list[float] | None
-    """t_k / t_0 [K+1] of drafts from history at this batch size. None while the length is fixed."""
-    drafter_length: int
-    """Draft length of every request if the drafter proposes."""
-    drafter_speed: float
-    """Expected decoding speed with the drafter relative to no speculation; without ratios, the expected tokens of a step."""
-    probes: str
-    """The proposer that drafts in this step whether it pays or not; empty in most steps. History drafts a token more than it would."""
+    ratios: list[float] | None = None
+    """t_k / t_0 [K+1] at this batch size. None while the length is fixed."""
+    probes: bool = False
+    """Whether requests draft a token more than would be chosen, whether it pays or not."""
 
 
 @dataclass
@@ -72,21 +63,22 @@ class Sums:
 
 
 class DraftLengths:
-    """Chooses a draft length from 0 to K for each batch size. It stays at K until `choose_among`.
+    """Chooses a draft length from 0 to K for each batch size. It stays at K until `adapt`.
 
-    Where history is among the proposers, the worker decides in each step whether history or the drafter proposes. The 14 attributes
-    are what is believed of acceptance and costs, what was chosen, and the step that runs.
+    Drafts from history have a length for each request, which the worker chooses. The 14 attributes are what is believed of
+    acceptance and costs, what was chosen, and the step that runs.
     """
 
     def __init__(self, max_speculative_tokens: int, max_batch: int):
         self.max_speculative_tokens = max_speculative_tokens
         self._acceptance = ServedAcceptance(max_speculative_tokens)
         self._costs: StepCosts | None = None
-        self._ratios: dict[str, Array] = {}  # of steps that draft with each proposer, [K+1, max_batch]
+        self._ratios = np.ones((max_speculative_tokens + 1, max_batch))  # t_k / t_0, once there are costs
+        self._by_request = False
         self._trials = Trials(max_speculative_tokens)
         self._fixed: int | None = max_speculative_tokens
         self._chosen = np.zeros(max_batch, np.int64)
-        self._num_steps = self._planned = 0
+        self._num_steps = 0
         self._step: Step | None = None
         self._before: Step | None = None  # the step before that one, if its requests go on
         self._started = 0.0
@@ -101,18 +93,17 @@ class DraftLengths:
     def report(self) -> dict[str, Any]:
         """Return the report and start the next. gain: fields of a GainReport. steps: the fields of each StepTotal."""
         sums, without, seconds_at = self._sums, self._sums.without, list[list[float]]()
-        if self._ratios:
-            seconds_at = (without * next(iter(self._ratios.values()))).T[without > 0].tolist()
+        if self._costs is not None:
+            seconds_at = (without * self._ratios).T[without > 0].tolist()
         gain = GainReport(sums.seconds, float(without.sum()), sums.longest_draft, seconds_at)
         steps = [[*key, *total] for key, total in sums.totals.items()]
         self.begin(self._learns)
         return {"gain": asdict(gain), "steps": steps}
 
-    def choose_among(self, proposers: Sequence[str]) -> None:
-        """Choose the length from now on. proposers: those that draft, "drafter", "history" or both."""
-        if self._costs is None or self._costs.proposers != tuple(proposers):
-            self._costs = StepCosts(self.max_speculative_tokens, len(self._chosen), proposers)
-        self._fixed = None
+    def adapt(self, by_request: bool = False) -> None:
+        """Choose the length from now on. by_request: drafts come from history, and the worker chooses each request's length."""
+        self._costs = self._costs or StepCosts(self.max_speculative_tokens, len(self._chosen))
+        self._fixed, self._by_request = None, by_request
         self._decide()
 
     def fix_num_speculative_tokens(self, num_speculative_tokens: int) -> None:
@@ -128,7 +119,7 @@ class DraftLengths:
         """Return the choice and its reason in words: k=2 at batch 1 (gain 1.21x), off at batch 2 to 16: 0.78x at k=1."""
         if self._fixed is not None:
             return f"k={self._fixed} at every batch size (fixed)"
-        if "history" in self._ratios:
+        if self._by_request:
             return f"k=0 to {self.max_speculative_tokens}, chosen for each request"
         gains, parts = self._gains(), []
         for batches in np.split(np.arange(len(self._chosen)), np.flatnonzero(np.diff(self._chosen)) + 1):
@@ -151,7 +142,7 @@ class DraftLengths:
             self._decide()
             self._begin_block()
         length = self._fixed
-        if length is None and "history" in self._ratios:  # then the longest forbids nothing
+        if length is None and self._by_request:  # then the longest forbids nothing
             length = self.max_speculative_tokens
         if length is None:
             length = self._tried
@@ -159,28 +150,13 @@ class DraftLengths:
 
     def plan(self, batch: int) -> Plan:
         """Return the plan of the step that has begun, with so many requests."""
-        if self._fixed is not None:
-            self._planned = self._fixed
-            speed = float(self._acceptance.tokens_per_step()[self._fixed]) if self._fixed else 1.0
-            return Plan(None, self._fixed, speed, self._probes)
-        k, history = int(self._chosen[batch - 1]), self._ratios.get("history")
-        speed = float(self._gains()[k, batch - 1]) if history is not None and "drafter" in self._ratios else 1.0
-        probes = self._probes if self._learns else ""
-        if probes == "drafter":
-            k = max(k, 1)
-        if self._tried is not None:
-            k, probes = self._tried, "drafter"
-        self._planned = k
-        return Plan(None if history is None else history[:, batch - 1].tolist(), k, speed, probes)
+        if self._fixed is not None or not self._by_request:
+            return Plan()
+        return Plan(self._ratios[:, batch - 1].tolist(), self._learns and self._num_steps % PROBE_STEPS == 0)
 
     def observe(self, step: Step) -> None:
         """Take note of what the current step did. Its time ends when the next step begins, or with `idle`."""
         self._step = step if step.batch else None
-
-    def left_passes_out(self) -> None:
-        """Mark the last step as having skipped the drafter."""
-        if self._step is not None:
-            self._step = self._step._replace(has_passes=False)
 
     def idle(self, now: float) -> None:
         """End the last step, because no other follows at once: all requests have finished, or the engine pauses."""
@@ -191,22 +167,15 @@ class DraftLengths:
 
     @property
     def _tried(self) -> int | None:
-        """The length that this step tries with the drafter, if any."""
+        """The length that this step tries, if any."""
         return self._trials.length if self._learns and self._fixed is None else None
-
-    @property
-    def _probes(self) -> str:
-        """The proposer that this step tries, in turn; empty in most steps."""
-        turn, rest = divmod(self._num_steps, PROBE_STEPS)
-        proposers = tuple(self._ratios) or ("drafter", "history")
-        return "" if rest else proposers[turn % len(proposers)]
 
     def _end_step(self, now: float) -> None:
         step, self._step = self._step, None
         if step is None:
             return
         seconds, before, self._before = now - self._started, self._before, step
-        if self._learns and not step.from_history:
+        if self._learns:
             self._acceptance.observe(step.drafts)
         kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
         total = self._sums.totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
@@ -215,54 +184,46 @@ class DraftLengths:
             return
         if self._learns:
             self._learn_costs(step, kind == "steady", seconds)
-        if self._fixed is None and self._ratios:
+        if self._fixed is None:
             self._count(step, before, seconds)
 
     def _learn_costs(self, step: Step, steady: bool, seconds: float) -> None:
         """Learn from the time of a step, if it is that of one draft length. steady: see Step."""
         if self._costs is None:
             return
-        if "history" in self._ratios:
-            if not (step.has_passes and "drafter" in self._ratios):  # it only verifies
-                verified = sum(verified for verified, _ in step.drafts)
-                return self._costs.observe("history", verified / step.batch, step.batch, seconds)
-            step = step._replace(num_speculative_tokens=self._planned)
-            steady = step.steady
-        if steady and not step.from_history:
-            self._costs.observe("drafter", step.num_speculative_tokens, step.batch, seconds)
+        if self._by_request:  # it only verifies
+            self._costs.observe(sum(verified for verified, _ in step.drafts) / step.batch, step.batch, seconds)
+        elif steady:
+            self._costs.observe(step.num_speculative_tokens, step.batch, seconds)
 
     def _count(self, step: Step, before: Step | None, seconds: float) -> None:
         """Count what a step gained. Whatever slowed it would have slowed one without drafts as much, so only the ratio of the
         two counts. It is at least 1, so no step gains more than the tokens that it emits."""
         length = sum(verified for verified, _ in step.drafts) / step.batch
         longest = max((verified for verified, _ in step.drafts), default=0)  # the worker decides, and may draft nothing
-        proposer = next(iter(self._ratios))
-        if "history" not in self._ratios:
+        if not self._by_request:
             # At a change of length, a step drafts another number of tokens than it verifies.
             length = (length + step.num_speculative_tokens) / 2
             longest = 0 if before is None else before.num_speculative_tokens
-        elif not step.has_passes:
-            proposer = "history"
-        ratio = ratio_at(self._ratios[proposer][:, step.batch - 1].tolist(), length)
+        ratio = ratio_at(self._ratios[:, step.batch - 1].tolist(), length)
         self._sums.without[step.batch - 1] += seconds * step.num_tokens / step.batch / ratio
         self._sums.seconds += seconds
         self._sums.longest_draft = max(self._sums.longest_draft, longest)
 
     def _gains(self) -> Array:
         """Return the expected decoding speed relative to no speculation, [K+1, max_batch]."""
-        return self._acceptance.tokens_per_step()[:, None] / self._ratios["drafter"]
+        return self._acceptance.tokens_per_step()[:, None] / self._ratios
 
     def _decide(self) -> None:
         self._acceptance.forget_what_is_contradicted()
         if self._costs is not None:
-            self._ratios = {proposer: self._costs.ratios(proposer) for proposer in self._costs.proposers}
-        if "drafter" in self._ratios:
+            self._ratios = self._costs.ratios()
             self._chosen = self._gains().argmax(0)
 
     def _begin_block(self) -> None:
-        """Decide whether the next steps try a length of the drafter."""
+        """Decide whether the next steps try another length."""
         self._trials.length = None
-        if self._costs is not None and "drafter" in self._ratios and self._fixed is None and self._before is not None:
+        if self._costs is not None and self._fixed is None and not self._by_request and self._before is not None:
             batch = self._before.batch
-            ratios, errors = self._ratios["drafter"][:, batch - 1], self._costs.errors("drafter", batch)
+            ratios, errors = self._ratios[:, batch - 1], self._costs.errors(batch)
             self._trials.begin_block(self._acceptance.tokens_per_step(), ratios, errors)

@@ -35,35 +35,33 @@ times as long as one without drafts at 0.29 draft tokens a request, and 1.32 tim
 
 
 class StepCosts:
-    """t_k / t_0 of each proposer at the batch sizes 1, 4, 16, ..., max_batch, log-linear between them."""
+    """t_k / t_0 at the batch sizes 1, 4, 16, ..., max_batch, log-linear between them."""
 
-    def __init__(self, max_speculative_tokens: int, max_batch: int, proposers: Sequence[str]):
-        self.proposers, self._num_lengths = tuple(proposers), max_speculative_tokens
+    def __init__(self, max_speculative_tokens: int, max_batch: int):
+        self._num_lengths = max_speculative_tokens
         self.sizes = [4**i for i in range(max_batch.bit_length()) if 4**i < max_batch] + [max_batch]
         at = np.log2(np.arange(1, max_batch + 1))
         corners = np.eye(len(self.sizes))
         self._shares = np.stack([np.interp(at, np.log2(self.sizes), corner) for corner in corners], axis=1)
         """[max_batch, sizes] how much each size counts for a batch."""
-        # The state: the pace, log t_0 at each size, and log t_k / t_0 [proposers, K, sizes].
+        # The state: the pace, log t_0 at each size, and log t_k / t_0 [K, sizes].
         steps, sizes = np.arange(1, max_speculative_tokens + 1), np.arange(len(self.sizes))
         alike = (
             np.minimum.outer(steps, steps)[:, None, :, None]
             * SIZES_ALIKE ** abs(np.subtract.outer(sizes, sizes))[:, None]
         )
         block, first = len(steps) * len(sizes), 1 + len(sizes)
-        size = first + block * len(self.proposers)
+        size = first + block
         self._mean, self._errors = np.zeros(size), np.zeros((size, size))
         self._errors[0, 0] = 100.0
         self._errors[1:first, 1:first] = BATCH_ERROR**2 * np.minimum.outer(sizes, sizes)
-        for start in range(first, size, block):
-            part = slice(start, start + block)
-            self._mean[part] = np.repeat(USUAL_COST * steps, len(sizes))
-            self._errors[part, part] = COST_ERROR**2 * alike.reshape(block, block)
+        self._mean[first:] = np.repeat(USUAL_COST * steps, len(sizes))
+        self._errors[first:, first:] = COST_ERROR**2 * alike.reshape(block, block)
         self._drift = np.r_[PACE_DRIFT**2, np.zeros(len(sizes)), np.full(size - first, COST_DRIFT**2)]
 
-    def observe(self, proposer: str, length: float, batch: int, seconds: float) -> None:
+    def observe(self, length: float, batch: int, seconds: float) -> None:
         """Learn from a step that drafts and verifies so many tokens of each request, on average."""
-        row, errors = self._row(proposer, length, batch), self._errors
+        row, errors = self._row(length, batch), self._errors
         errors.flat[:: len(row) + 1] += self._drift
         spread = errors @ row
         variance = float(row @ spread) + NOISE**2
@@ -79,37 +77,32 @@ class StepCosts:
         """Note that the next step may come at another pace."""
         self._errors[0, 0] += PAUSE_DRIFT**2
 
-    def ratios(self, proposer: str) -> Array:
+    def ratios(self) -> Array:
         """Return t_k / t_0 [K+1, max_batch].
 
         A step with more draft tokens computes more, so where it seems faster that is noise, and t_k / t_0 never falls with k.
         """
-        logs = self._part(proposer, self._mean) @ self._shares.T
+        logs = self._part(self._mean) @ self._shares.T
         return np.asarray(np.exp(np.maximum.accumulate(np.vstack([np.zeros(len(self._shares)), logs]))))
 
-    def errors(self, proposer: str, batch: int) -> Array:
+    def errors(self, batch: int) -> Array:
         """Return the standard errors of log t_k / t_0 [K+1]."""
         k, sizes = self._num_lengths, len(self.sizes)
-        part = self._where(proposer)
-        shares = self._shares[batch - 1]
-        blocks = self._errors[part, part].reshape(k, sizes, k, sizes)
+        first, shares = 1 + sizes, self._shares[batch - 1]
+        blocks = self._errors[first:, first:].reshape(k, sizes, k, sizes)
         variances = np.einsum("a,kakb,b->k", shares, blocks, shares)
         return np.concatenate([[0.0], np.sqrt(np.maximum(variances, 0.0))])
 
-    def _where(self, proposer: str) -> slice:
-        block = self._num_lengths * len(self.sizes)
-        start = 1 + len(self.sizes) + block * self.proposers.index(proposer)
-        return slice(start, start + block)
+    def _part(self, state: Array) -> Array:
+        """Return the part of a state that is log t_k / t_0 [K, sizes], not copied."""
+        return state[1 + len(self.sizes) :].reshape(self._num_lengths, len(self.sizes))
 
-    def _part(self, proposer: str, state: Array) -> Array:
-        return state[self._where(proposer)].reshape(self._num_lengths, len(self.sizes))
-
-    def _row(self, proposer: str, length: float, batch: int) -> Array:
+    def _row(self, length: float, batch: int) -> Array:
         """Return how much each part of the state adds to the log seconds of a step."""
         row, shares = np.zeros(len(self._mean)), self._shares[batch - 1]
         row[0], row[1 : 1 + len(shares)] = 1.0, shares
         if length:
-            below, part = int(length), self._part(proposer, row)
+            below, part = int(length), self._part(row)
             rest = length - below if below else FIRST_DRAFT_SHARE + length * (1 - FIRST_DRAFT_SHARE)
             if below:
                 part[below - 1] = (1 - rest) * shares

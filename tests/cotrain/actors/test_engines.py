@@ -65,8 +65,8 @@ class Engine:
     def load_history(self, path: str) -> None:
         self._note(f"load {path}")
 
-    def take_history_report(self) -> dict[str, Any]:
-        return {"counts": {"history/drafts": 7}, "state": {"history/tokens": 50}}
+    def history_size(self) -> tuple[int, int]:
+        return 50, 1800
 
     def _note(self, what: str) -> None:
         self.log.append(what)
@@ -220,7 +220,7 @@ def test_all_engines_know_the_same_history() -> None:
     engines = Engines(Engine(), Engine(), Engine(), history=True)
     engines.share_history(1, "a reference")
     assert [engine.log for engine in engines.stand_ins] == [["learn a reference"], [], ["learn a reference"]]
-    assert engines.proposer_metrics() == {"history/drafts": 21, "history/tokens": 50}
+    assert engines.history_metrics() == {"history/tokens": 50, "history/bytes": 1800}
     engines.lose(2, RunFailure("it died"))
     engines.come_back(2)
     file = "shm/node of rollout_0/rollout_0/history.safetensors"
@@ -236,13 +236,13 @@ def test_an_engine_that_dies_while_it_learns_is_lost_once() -> None:
     engines = Engines(Engine(), Engine(**dying), history=True)
     engines.share_history(0, "a reference")
     assert engines.in_dispatch == [0, 1]
-    engines.proposer_metrics()
+    engines.history_metrics()
     assert engines.in_dispatch == [0]
     engines = Engines(Engine(), Engine(**dying), history=True)
     engines.share_history(0, "a reference")
     engines.lose(1, RunFailure("it died"))
     engines.come_back(1)
-    engines.proposer_metrics()
+    engines.history_metrics()
     assert engines.in_dispatch == [0, 1]
 
 

@@ -25,10 +25,6 @@ REFUSED = [
     ('drafter={model={type="draft_model", num_layers=5}}', "drafter.model.num_layers: must be less than or equal to 4"),
     ('drafter={model={type="draft_model", draft_vocab_size=64}}', "drafter.model.draft_vocab_size: "),
     (
-        "rollout.history.max_bytes=1000000",
-        "rollout.history.max_bytes: 1000000 cannot hold a step of rollouts of full length",
-    ),
-    (
         "rollout.history.max_bytes=100000000000",
         "rollout.history.max_bytes: must be less than or equal to 77309411292, got 100000000000",
     ),
@@ -69,6 +65,10 @@ REFUSED = [
         "rollout.prompts_per_step: drafters are scored on the 4 prompts x 3 samples",
     ),
     ("drafter.alarms.tolerance=1", "drafter.alarms.tolerance"),
+    (
+        "rollout.history={}",
+        "rollout.history: an engine drafts from a history or from a drafter, as both together were no faster",
+    ),
     ("drafter.on_drafter_failure=ignore", "drafter.on_drafter_failure"),
     ("rollout.vllm.quantization=fp8", "rollout.vllm.quantization: quantises the target"),
     ("rollout.vllm.logits_processors=['a.b']", "rollout.vllm.logits_processors: changes which tokens can be drawn"),
@@ -85,7 +85,6 @@ REFUSED = [
 ]
 
 ACCEPTED = [
-    ["rollout.history={}"],
     ["rollout.history={}", "drafter=none"],
     ["rollout.num_speculative_tokens=4", "drafter.model.trained_depth=4"],
     ["rollout.num_speculative_tokens=9", "drafter=none"],
@@ -116,6 +115,13 @@ def test_impossible_combination_is_refused(override: str, message: str) -> None:
 @pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
 def test_neighbouring_combination_is_accepted(overrides: list[str]) -> None:
     load_config([], [*BASE, *overrides])
+
+
+def test_an_index_that_cannot_hold_a_step_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [*BASE, "drafter=none", "rollout.history.max_bytes=1000000"])
+    [problem] = error.value.problems
+    assert "rollout.history.max_bytes: 1000000 cannot hold a step of rollouts of full length" in problem
 
 
 def test_other_divisions_of_an_engine_are_refused_without_speculation_too() -> None:

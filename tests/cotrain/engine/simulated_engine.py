@@ -101,8 +101,6 @@ class SimulatedEngine:
 
     def __init__(self, rule: Any, shape: Shape, rates: Sequence[float], noise: Noise = NOISY, seed: int = 0):
         self.rule, self.shape, self.rates, self.noise = rule, shape, rates, noise
-        self.has_passes = True
-        """Whether a drafter runs, and not only the index beside it."""
         self.looks_up = 1.0
         """Below 1: share of the requests for which an index, whose drafts cost nothing, has one."""
         self.seeming: Sequence[float] | None = None
@@ -111,9 +109,9 @@ class SimulatedEngine:
         self.now, self.slow_down = 0.0, 1.0
         self._pending, self._slow, self._spell_ends = 0, False, 0.0
 
-    def learn(self, *proposers: str, steps: int = 120) -> None:
+    def learn(self, by_request: bool = False, steps: int = 120) -> None:
         """Let the rule choose, and decode so many steps at each batch size that it keeps costs of."""
-        self.rule.choose_among(proposers or ("drafter",))
+        self.rule.adapt(by_request)
         for size in self.rule._costs.sizes:
             self.run(size, steps)
 
@@ -137,9 +135,7 @@ class SimulatedEngine:
 
     def step(self, batch: int, tally: Tally, prefill: bool = False) -> np.ndarray:
         """Tokens that each request got."""
-        asked = drafted = self.rule.choose(self.now)[batch]
-        if self.has_passes and len(getattr(self.rule, "_ratios", ())) == 2:  # the worker decides, and takes the drafter
-            drafted = self.rule.plan(batch).drafter_length
+        drafted = self.rule.choose(self.now)[batch]
         planned = verified = 0 if prefill else self._pending
         hits = self.random.random((batch, K)) < np.array(self.rates)
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(1), verified)
@@ -149,9 +145,7 @@ class SimulatedEngine:
             has = self.random.random(batch) < self.looks_up
             accepted, drafts = accepted * has, [draft for draft, there in zip(drafts, has, strict=False) if there]
             of_step = verified = sum(number for number, _ in drafts) / batch
-        self.rule.observe(Step(asked, batch, prefill, drafts, int(batch + accepted.sum()), not self.has_passes))
-        if not self.has_passes:
-            self.rule.left_passes_out()
+        self.rule.observe(Step(drafted, batch, prefill, drafts, int(batch + accepted.sum())))
         seconds = self.slow_down * self.shape.seconds(verified, of_step, batch)
         self.now += self._shown(seconds, (verified + of_step) / 2, batch) * self._disturbance()
         self._pending = drafted

@@ -9,8 +9,6 @@ from cotrain.acceptance_stats import (
     counts_by_depth,
     counts_by_versions,
     counts_of_steps,
-    drafter_counts,
-    drafter_starts,
     last_segment,
     total_counts,
 )
@@ -97,30 +95,17 @@ def test_steps_are_counted_at_the_depth_at_which_they_were_made():
     assert counts_by_depth([rollout_of(3, [])]) == []
 
 
-def test_steps_of_the_drafter_are_told_from_those_of_the_history():
-    steps, marks = [(3, 2), (3, 0), (1, 1), (2, 2)], (True, False, True, False)
-    mixed = replace(rollout_of(10, steps), from_history=marks)
-    assert drafter_counts(mixed) == counts_of_steps([(3, 0), (2, 2)], 3) == counts_by_versions([mixed])[Versions(0, 0)]
-    assert drafter_starts(mixed) == [(3, 3), (6, 2)], "they begin with the tokens that the steps before have emitted"
-    alone = rollout_of(10, steps)
-    assert drafter_counts(alone) == alone.speculation
-
-
-@pytest.mark.parametrize(("policy", "emitted", "starts"), [(1, 4, [(0, 3), (2, 2)]), (0, 3, [(-1, 3), (1, 2)])])
-def test_the_last_segment_knows_which_steps_are_the_drafters(policy, emitted, starts):
+@pytest.mark.parametrize(("policy", "emitted"), [(1, 4), (0, 3)])
+def test_the_last_segment_has_the_steps_and_counts_of_its_own(policy, emitted):
     """After a new policy, the first token has no verification step; after a new drafter alone, it has one."""
-    steps, marks = [(3, 1), (3, 0), (3, 1), (2, 0)], (False, True, False, False)
+    steps = [(3, 1), (3, 0), (3, 1), (2, 0)]
     length = 1 + sum(1 + accepted for _, accepted in steps) + (policy == 1)
-    mixed = replace(
-        rollout_of(length, steps),
-        from_history=marks,
-        versions=Versions(policy, 1),
-        earlier=(Segment(Versions(0, 0), 0, 4),),
-    )
-    assert drafter_starts(mixed) == starts
-    last = last_segment(mixed)
-    assert (last.verification_steps, last.from_history) == (((3, 1), (2, 0)), (False, False))
-    assert len(last.token_ids) == emitted and drafter_counts(last) == last.speculation
-    counted = counts_by_versions([mixed])
-    assert counted[Versions(0, 0)] == counts_of_steps([(3, 1)], 3) and counted[last.versions] == last.speculation
-    assert drafter_starts(replace(mixed, token_ids=[5] * 30)) == [], "drafting paused somewhere"
+    earlier = (Segment(Versions(0, 0), 0, 4),)
+    rollout = replace(rollout_of(length, steps), versions=Versions(policy, 1), earlier=earlier)
+    last = last_segment(rollout)
+    assert last.verification_steps == ((3, 1), (2, 0)) and len(last.token_ids) == emitted
+    counted = counts_by_versions([rollout])
+    assert counted[Versions(0, 0)] == counts_of_steps([(3, 1), (3, 0)], 3)
+    assert counted[last.versions] == last.speculation == counts_of_steps(last.verification_steps, 3)
+    paused = replace(rollout, token_ids=[5] * 30)
+    assert last_segment(paused).speculation is None and counts_by_versions([paused]) == {}, "drafting paused somewhere"

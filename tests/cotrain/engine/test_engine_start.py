@@ -16,7 +16,7 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.engine import processes
 from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, scheduler_for
 from cotrain.engine.engine import RolloutEngine
-from cotrain.engine.speculation.draft_length import DraftLengths, Step
+from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
 from cotrain.engine.tap_admission import TapRequest
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
@@ -84,11 +84,9 @@ def test_drafts_are_verified_unless_an_engine_is_given_rates(tmp_path: Path) -> 
 
 
 def test_vllm_decides_whether_scheduling_is_asynchronous_unless_there_is_a_history(tmp_path: Path) -> None:
-    with_history = {"history": {}}
-    for drafter, rollout in ((None, {}), ("drafter", {})):
-        assert "async_scheduling" not in engine_arguments(spec_of(tmp_path, drafter, **rollout))
     for drafter in (None, "drafter"):
-        assert engine_arguments(spec_of(tmp_path, drafter, **with_history))["async_scheduling"] is False
+        assert "async_scheduling" not in engine_arguments(spec_of(tmp_path, drafter))
+    assert engine_arguments(spec_of(tmp_path, None, history={}))["async_scheduling"] is False
     assert issubclass(pkgutil.resolve_name(scheduler_for(True)), AsyncScheduler)
     assert not issubclass(pkgutil.resolve_name(scheduler_for(False)), AsyncScheduler)
 
@@ -301,9 +299,7 @@ def test_the_owner_reaches_the_controller_in_vllms_engine_core(tmp_path: Path) -
     assert asyncio.run(engine.in_scheduler(DraftLengths.new_drafter, [0.5, 0.3])) is None
     assert asyncio.run(engine.in_scheduler(DraftLengths.begin, False)) is None
     assert asyncio.run(engine.set_num_speculative_tokens(None)) is None
-    assert "fixed" not in asyncio.run(
-        engine.describe_speculation()
-    ) and core.scheduler.draft_lengths._costs.proposers == ("drafter",)
+    assert "fixed" not in asyncio.run(engine.describe_speculation()) and core.scheduler.draft_lengths.plan(1) == Plan()
 
 
 WRITTEN = "I think <answer>4</answer><note>so</note> it is"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cotrain.engine.history import HistoryDrafting, Probabilities, Proposal, Step, match_classes, speed_of
-from cotrain.engine.interface import attach, attached
+from cotrain.engine.interface import attach
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import Choice, ServedAcceptance
 from drafters.suffix.index import Drafts, SuffixIndex
@@ -17,13 +17,12 @@ from drafters.suffix.requests import RequestTexts
 K = 3
 RATIOS = [1.0, 1.2, 1.3, 1.4]
 NOTHING = Choice(0, 1.0)
-CHOOSE = Plan(RATIOS, 1, 1.0, "")
+CHOOSE = Plan(RATIOS)
 
 
 @pytest.fixture
 def history() -> HistoryDrafting:
-    hooked = dict.fromkeys(["propose_draft_token_ids", "take_draft_token_ids"])
-    runner = SimpleNamespace(num_spec_tokens=K, requests={"r": None}, **hooked)
+    runner = SimpleNamespace(num_spec_tokens=K, requests={"r": None}, propose_draft_token_ids=None)
     return HistoryDrafting(runner, SuffixIndex(2**12), draws=True)
 
 
@@ -35,11 +34,10 @@ def learn(history: HistoryDrafting, proposal: Proposal | None, verified: int, em
     return history._of_match[0].tokens_per_step().tolist()
 
 
-def test_drafts_that_vllm_dropped_are_not_held_against_the_proposer(history: HistoryDrafting) -> None:
+def test_drafts_that_vllm_dropped_are_not_held_against_the_index(history: HistoryDrafting) -> None:
     """It does so with those of requests that are preempted, for an update of the policy among others."""
     before = history._of_match[0].tokens_per_step().tolist()
     assert learn(history, Proposal(0, K, K), verified=0, emitted=1) == before
-    assert history.take_report()["counts"] == {}
     cut = learn(history, Proposal(0, K, K), verified=1, emitted=2)  # one of three was verified, and accepted
     assert cut[1] > before[1] and cut[3] > before[3]
 
@@ -47,13 +45,6 @@ def test_drafts_that_vllm_dropped_are_not_held_against_the_proposer(history: His
 def test_what_the_index_could_not_propose_counts_as_refused(history: HistoryDrafting) -> None:
     _, one, two, _ = learn(history, Proposal(0, K, 1), verified=1, emitted=2)
     assert two - one < (one - 1) ** 2, "the second token is accepted less often than the first"
-
-
-def test_drafts_of_the_drafter_teach_nothing_of_the_index(history: HistoryDrafting) -> None:
-    before = learn(history, None, verified=2, emitted=2)
-    assert before == ServedAcceptance(K).tokens_per_step().tolist()
-    counts = history.take_report()["counts"]
-    assert counts == {"drafter/drafts": 1, "drafter/drafted_tokens": 2, "drafter/accepted_tokens": 1}
 
 
 def test_requests_that_have_ended_are_forgotten(history: HistoryDrafting) -> None:
@@ -79,32 +70,25 @@ def drafted(history: HistoryDrafting, rate: float, plan: Plan) -> list[int] | No
     """Numbers of tokens that history drafts for TEXTS if all its drafts have been accepted at this rate."""
     history._of_match = [ServedAcceptance(K, [rate] * K) for _ in history._of_match]
     history._texts = RequestTexts(2, 20)
-    rows = history._texts.follow(["a", "b"], TEXTS, np.array([8, 3]), np.array([4, 2]), np.empty((2, 0), np.int32))
+    rows = history._texts.follow(["a", "b"], TEXTS, np.array([8, 3]), np.array([4, 2]))
     drafts = history._drafts(plan, Step(["a", "b"], rows, np.ones(2, np.int64)), np.ones(2, bool), K)
     return None if drafts is None else drafts.nums.tolist()
 
 
-def test_all_drafts_of_a_step_come_from_the_faster_proposer(history: HistoryDrafting) -> None:
-    history._drafter = lambda *_: None
+def test_requests_draft_where_the_whole_step_gains(history: HistoryDrafting) -> None:
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
-    alone = (4 + 1) / 2 / np.interp(1.5, range(K + 1), RATIOS)  # half of the requests draft three tokens
-    assert drafted(history, 1.0, CHOOSE._replace(drafter_speed=alone - 0.05)) == [K, 0]
-    assert drafted(history, 1.0, CHOOSE._replace(drafter_speed=alone + 0.05)) is None
+    assert drafted(history, 1.0, CHOOSE) == [K, 0], "one of two, for a step that takes 1.25 times as long"
+    assert drafted(history, 1.0, Plan([1.0, 1.8, 3.0, 5.0])) is None, (
+        "1.5 tokens in a step that takes 1.6 times as long"
+    )
     assert drafted(history, 0.0, CHOOSE) is None, "nothing pays"
-    fixed = CHOOSE._replace(ratios=None)
-    assert drafted(history, 1.0, fixed._replace(drafter_speed=2.4)) == [K, 0], "all that draft have the same length"
-    assert drafted(history, 1.0, fixed._replace(drafter_speed=2.6)) is None
-    history._drafter = None
-    assert drafted(history, 1.0, CHOOSE._replace(drafter_speed=9.0)) == [K, 0], "there is no drafter to be faster"
+    assert drafted(history, 0.01, Plan()) == [K, 0], "all that draft have the same length"
 
 
-def test_proposers_are_probed_with_a_token_more_than_is_worth_the_most(history: HistoryDrafting) -> None:
-    history._drafter = lambda *_: None
+def test_a_probe_drafts_a_token_more_than_is_worth_the_most(history: HistoryDrafting) -> None:
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
-    assert drafted(history, 0.0, CHOOSE._replace(probes="history", drafter_speed=9.0)) == [1, 0]
-    assert drafted(history, 1.0, CHOOSE._replace(probes="drafter")) is None
-    history._drafter = None
-    assert drafted(history, 1.0, CHOOSE._replace(probes="drafter")) == [K, 0]
+    assert drafted(history, 0.0, CHOOSE._replace(probes=True)) == [1, 0]
+    assert drafted(history, 1.0, CHOOSE._replace(probes=True)) == [K, 0]
 
 
 def test_where_no_match_would_pay_the_index_is_asked_by_probes_alone(history: HistoryDrafting) -> None:
@@ -112,22 +96,16 @@ def test_where_no_match_would_pay_the_index_is_asked_by_probes_alone(history: Hi
     asked, look_up = [], history.index.draft
     history.index.draft = lambda *args: asked.append(1) or look_up(*args)
     assert drafted(history, 0.0, CHOOSE) is None and not asked
-    assert drafted(history, 0.0, CHOOSE._replace(probes="history")) == [1, 0] and len(asked) == 1
-    assert drafted(history, 0.01, CHOOSE._replace(ratios=None)) == [K, 0], "all that draft have the same length"
+    assert drafted(history, 0.0, CHOOSE._replace(probes=True)) == [1, 0] and len(asked) == 1
 
 
-@pytest.mark.parametrize(("rate", "length"), [(1.0, 2), (0.0, 2), (0.0, 0)])
-def test_the_drafter_runs_only_in_steps_in_which_it_proposes(rate: float, length: int) -> None:
-    """It hears of every step, because the tap reads them too, and vLLM's own record of the step stays as it was."""
-    lengths, history_drafts = [], rate == 1.0
-
-    def drafter(scheduler_output: Any, sampled: Any, *_: Any) -> Any:
-        lengths.append(scheduler_output.num_spec_tokens_to_schedule)
-        return torch.zeros(1, lengths[-1])
-
+@pytest.mark.parametrize(("rate", "drafts"), [(1.0, [[9, 10, 11]]), (0.0, [[]])])
+def test_vllm_gets_lists_of_drafts_and_the_distributions_that_they_were_drawn_from(
+    rate: float, drafts: list[list[int]]
+) -> None:
     batch = SimpleNamespace(
         req_ids=["r"],
-        num_tokens_no_spec=np.array([7]),
+        num_tokens_no_spec=np.array([8]),
         num_prompt_tokens=np.array([4]),
         token_ids_cpu=TEXTS,
         vocab_size=20,
@@ -136,22 +114,17 @@ def test_the_drafter_runs_only_in_steps_in_which_it_proposes(rate: float, length
         num_spec_tokens=K, requests={"r": None}, input_batch=batch, device="cpu", propose_draft_token_ids=None
     )
     runner.discard_request_mask = SimpleNamespace(np=[False])
-    runner.take_draft_token_ids = SimpleNamespace
-    history = HistoryDrafting(runner, SuffixIndex(2**12), draws=False, drafter=drafter)
+    history = HistoryDrafting(runner, SuffixIndex(2**12), draws=False)
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
     history._of_match = [ServedAcceptance(K, [rate] * K) for _ in history._of_match]
     output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={})
-    attach(output, CHOOSE._replace(drafter_length=length))
+    attach(output, CHOOSE)
     sampling = SimpleNamespace(all_greedy=False, all_random=True)
-    drafts = runner.propose_draft_token_ids(output, torch.tensor([[8]]), sampling)
-    assert lengths == [0 if history_drafts else length] and output.num_spec_tokens_to_schedule == K
-    proposer = "history" if history_drafts else "drafter" if length else ""
-    assert attached(runner.take_draft_token_ids()) == proposer, "the scheduler hears whose drafts it gets"
-    if history_drafts:
-        assert drafts == [[9, 10, 11]]
+    assert runner.propose_draft_token_ids(output, [[8]], sampling) == drafts
+    if rate:
         assert runner._draft_probs.argmax(-1).tolist() == drafts and runner._draft_probs.sum() == 3
     else:
-        assert drafts.shape == (1, length)
+        assert runner._draft_probs is None
 
 
 def test_matches_are_counted_by_length_in_powers_of_two() -> None:

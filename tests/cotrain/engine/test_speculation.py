@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cotrain.config.schema import DrafterConfig
-from cotrain.engine.speculation.draft_length import PROBE_STEPS, DraftLengths
+from cotrain.engine.speculation.draft_length import PROBE_STEPS, DraftLengths, Plan
 from cotrain.engine.speculation.trials import BLOCK_STEPS
 from cotrain.publish.alarms import check_step
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal, Versions
@@ -127,7 +127,7 @@ def test_a_policy_that_changes_is_followed(shape: Shape, batch: int) -> None:
 def test_a_disturbed_start_is_mended() -> None:
     """Steps with two drafts seemed to be the fastest of all, as on a loaded machine; at its real price drafting never pays."""
     engine = SimulatedEngine(DraftLengths(K, 32), CPU, POOR)
-    engine.rule.choose_among(["drafter"])
+    engine.rule.adapt()
     engine.seeming = LOADED
     assert np.mean(engine.run(4, 100).lengths[-20:]) > 1
     engine.seeming = None
@@ -144,7 +144,7 @@ def test_every_length_is_tried_now_and_then_however_bad_it_seems() -> None:
     assert tally.speed > 0.985
     engine.rule.fix_num_speculative_tokens(2)
     assert set(engine.run(32, 500).lengths) == {2}
-    engine.rule.choose_among(["drafter"])
+    engine.rule.adapt()
     engine.rule.begin(learns=False)
     assert set(engine.run(32, 1000).lengths) == {0}
 
@@ -163,7 +163,7 @@ def test_a_machine_that_slows_down_changes_nothing(rates: tuple[float, ...]) -> 
 def mislead(engine: SimulatedEngine, factor: float) -> None:
     """Let it believe that a step with drafts takes so many times what it does."""
     costs = engine.rule._costs
-    costs._mean[costs._where("drafter")] += np.log(factor)
+    costs._part(costs._mean)[:] += np.log(factor)
     engine.rule._decide()
 
 
@@ -188,7 +188,7 @@ def test_no_gain_is_above_the_acceptance_length(rates: tuple[float, ...], noise:
     engine = engine_of(rates, noise=noise)
     mislead(engine, 0.7)
     for length in (None, None, 1, 3):
-        engine.rule.choose_among(["drafter"])
+        engine.rule.adapt()
         mislead(engine, 0.7)
         if length is not None:
             engine.rule.fix_num_speculative_tokens(length)
@@ -293,7 +293,7 @@ def test_full_length_until_the_engine_may_choose() -> None:
     assert set(engine.run(4, 50).lengths) == {K}
     engine.rule.new_drafter(None)
     assert set(engine.run(4, 50).lengths) == {K}
-    engine.rule.choose_among(["drafter"])
+    engine.rule.adapt()
     lengths = engine.run(4, 400).lengths
     assert set(lengths[:100]) == {0, 1, 2, 3}, "the first steps are spread over the lengths"
     assert lengths[200:].count(0) > 180
@@ -315,7 +315,7 @@ def test_a_fixed_length_is_kept_and_teaches_what_the_drafter_accepts() -> None:
     engine.rule.fix_num_speculative_tokens(K)
     engine.rates = COLLAPSED
     assert set(engine.run(1, 500).lengths) == {K}, "no probes either"
-    engine.rule.choose_among(["drafter"])
+    engine.rule.adapt()
     assert engine.run(1, 10 * BLOCK_STEPS).lengths.count(0) > 5 * BLOCK_STEPS
 
 
@@ -337,7 +337,7 @@ def test_drafts_that_only_some_requests_have_teach_what_a_step_costs() -> None:
     """An index drafts for some requests of a batch; a step then costs what it verifies, and the machine slows down."""
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    engine.learn("history")
+    engine.learn(by_request=True)
     engine.looks_up = 0.6
     engine.run(4, 100)
     controller.report()
@@ -355,22 +355,21 @@ def ratios_of(shape: Shape, batch: int, error: float = 0.05) -> Any:
 def test_each_request_chooses_by_what_a_step_costs_where_history_proposes() -> None:
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    assert controller.plan(4).ratios is None and controller.plan(4).drafter_length == K, "the longest"
+    assert controller.plan(4) == Plan()
     engine.looks_up = 0.6
-    engine.learn("history", steps=300)
+    engine.learn(by_request=True, steps=300)
     assert engine.run(1, 60).lengths[-1] == engine.run(16, 60).lengths[-1] == K, "each request may have the most"
     for batch in (1, 16):
-        ratios, *others = controller.plan(batch)
-        assert ratios == ratios_of(CPU, batch, 0.08) and others == [0, 1.0, ""]
+        assert controller.plan(batch).ratios == ratios_of(CPU, batch, 0.08)
     controller.fix_num_speculative_tokens(2)
-    assert controller.plan(1).ratios is None and set(engine.run(1, 20).lengths) == {2}
+    assert controller.plan(1) == Plan() and set(engine.run(1, 20).lengths) == {2}
 
 
 def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_drafted() -> None:
     """Requests may draft nothing for as long as nothing pays, which the alarm for engines that draft nothing must not see."""
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    engine.learn("history")
+    engine.learn(by_request=True)
     controller.idle(engine.now)
     controller.begin()
     engine.looks_up = 0.0
@@ -389,7 +388,7 @@ def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_draft
 def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
     controller = DraftLengths(K, 16)
     engine = SimulatedEngine(controller, CPU, GOOD, QUIET)
-    engine.learn("history")
+    engine.learn(by_request=True)
     engine.looks_up = 0.05
     engine.run(16, 20)
     controller.report()
@@ -398,54 +397,18 @@ def test_a_batch_pays_for_its_first_draft_whatever_is_drafted() -> None:
     assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
 
 
-def mixed_engine(of_history: Shape = CPU) -> SimulatedEngine:
-    """Has learnt what drafts of a drafter cost, and what those of an index do."""
+def test_an_index_is_probed_now_and_then() -> None:
+    """But not in steps of a fixed length or of another sampling."""
     engine = engine_of(GOOD, noise=QUIET, learnt=False)
-    engine.learn("drafter", "history")
-    before = engine.rule._acceptance.tokens_per_step().tolist()
-    engine.shape, engine.has_passes, engine.looks_up = of_history, False, 0.6
-    for batch in (1, 4, 16, 32):
-        engine.run(batch, 200)
-    assert engine.rule._acceptance.tokens_per_step().tolist() == before, "these were no drafts of the drafter"
-    return engine
-
-
-def test_beside_a_drafter_the_worker_hears_what_the_drafter_would_gain() -> None:
-    engine = mixed_engine()
-    engine.rule.new_drafter(np.cumprod(GOOD).tolist())
-    assert engine.run(32, 1).lengths == [K], "history may have the most"
-    for batch in (1, 4, 16, 32):
-        best = best_fixed(CPU, GOOD, batch)
-        plan = engine.rule.plan(batch)
-        assert plan.drafter_speed == pytest.approx(best, rel=0.06)
-        length = engine.rule._chosen[batch - 1]
-        assert speed_of_fixed(CPU, GOOD, batch, length) == pytest.approx(best, rel=0.05)
-
-
-def test_proposers_are_tried_in_turn() -> None:
-    engine, plans = mixed_engine(), []
-    controller, engine.has_passes = engine.rule, True
-    for _ in range(8 * PROBE_STEPS):
-        engine.step(4, Tally())
-        plans.append(controller.plan(4))
-    probes = [plan.probes for plan in plans]
-    assert probes.count("history") >= 3 and probes.count("drafter") >= BLOCK_STEPS
-    usual = controller._chosen[3]
-    assert {plan.drafter_length for plan in plans if plan.probes == "drafter"} - {usual}, "other lengths too"
-    controller.fix_num_speculative_tokens(K)
-    seen = [engine.step(4, Tally()) is not None and controller.plan(4).probes for _ in range(4 * PROBE_STEPS)]
-    assert (seen.count("drafter"), seen.count("history")) == (2, 2), "also at a fixed length"
-    controller.choose_among(["drafter", "history"])
-    controller.begin(learns=False)
-    engine.run(4, PROBE_STEPS - 1)
-    assert {engine.step(4, Tally()) is not None and controller.plan(4).probes for _ in range(PROBE_STEPS)} == {""}
-
-
-def test_drafts_from_history_beside_a_drafter_cost_what_they_verify() -> None:
-    engine = mixed_engine(of_history=GPU)  # any tokens, verified at another price
+    engine.learn(by_request=True)
     controller = engine.rule
-    assert controller.plan(4).ratios == ratios_of(GPU, 4)
-    controller.report()
-    tally = engine.run(4, 600)
-    gain = controller.report()["gain"]
-    assert gain["seconds_without"] / gain["seconds"] == pytest.approx(tally.speed, rel=0.05)
+
+    def probes() -> int:
+        return sum(engine.step(4, Tally()) is not None and controller.plan(4).probes for _ in range(4 * PROBE_STEPS))
+
+    assert probes() == 4
+    controller.begin(learns=False)
+    assert probes() == 0
+    controller.begin()
+    controller.fix_num_speculative_tokens(K)
+    assert probes() == 0

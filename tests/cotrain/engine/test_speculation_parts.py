@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from cotrain.engine.interface import attach
 from cotrain.engine.scheduling import DraftLengthScheduler
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.engine.speculation.served_acceptance import ServedAcceptance
@@ -22,16 +20,16 @@ BATCHES = (1, 4, 16, 32)
 
 def learnt(shape: Shape, turns: int = 40, noise: float = 0.0) -> StepCosts:
     """Costs after blocks of four steps of each length at each batch size."""
-    costs, random = StepCosts(K, 32, ["drafter"]), np.random.default_rng(1)
+    costs, random = StepCosts(K, 32), np.random.default_rng(1)
     for k, batch in [(k, batch) for _ in range(turns) for batch in BATCHES for k in range(K + 1)]:
         for _ in range(4):
-            costs.observe("drafter", k, batch, shape.seconds(k, k, batch) * np.exp(noise * random.normal()))
+            costs.observe(k, batch, shape.seconds(k, k, batch) * np.exp(noise * random.normal()))
     return costs
 
 
 @pytest.mark.parametrize("shape", [CPU, GPU], ids=["CPU", "GPU"])
 def test_ratios_are_those_of_the_steps_and_interpolated(shape: Shape) -> None:
-    ratios = learnt(shape, noise=0.02).ratios("drafter")
+    ratios = learnt(shape, noise=0.02).ratios()
     for batch in (1, 2, 4, 8, 16, 32):
         expected = [shape.seconds(k, k, batch) / shape.seconds(0, 0, batch) for k in range(K + 1)]
         assert ratios[:, batch - 1] == pytest.approx(expected, rel=0.06)
@@ -40,30 +38,28 @@ def test_ratios_are_those_of_the_steps_and_interpolated(shape: Shape) -> None:
 def test_a_machine_that_slows_down_leaves_the_costs_as_they_are() -> None:
     """Also while only one length is drafted, whose steps are then the only ones that tell of it."""
     costs = learnt(CPU)
-    before = costs.ratios("drafter")
+    before = costs.ratios()
     for _ in range(200):
-        costs.observe("drafter", 2, 4, 2 * CPU.seconds(2, 2, 4))
-    assert costs.ratios("drafter") == pytest.approx(before, rel=0.06)
+        costs.observe(2, 4, 2 * CPU.seconds(2, 2, 4))
+    assert costs.ratios() == pytest.approx(before, rel=0.06)
 
 
 def test_steps_that_come_late_cost_no_more() -> None:
-    costs, random = StepCosts(1, 1, ["drafter"]), np.random.default_rng(1)
+    costs, random = StepCosts(1, 1), np.random.default_rng(1)
     for step in range(800):
         late = 5.0 if random.random() < 0.03 else 1.0
-        costs.observe(
-            "drafter", step // 4 % 2, 1, late * (0.01 + 0.002 * (step // 4 % 2)) * np.exp(0.05 * random.normal())
-        )
-    assert costs.ratios("drafter")[1, 0] == pytest.approx(1.2, rel=0.04)
+        costs.observe(step // 4 % 2, 1, late * (0.01 + 0.002 * (step // 4 % 2)) * np.exp(0.05 * random.normal()))
+    assert costs.ratios()[1, 0] == pytest.approx(1.2, rel=0.04)
 
 
 def test_what_is_known_of_one_size_is_expected_of_the_next() -> None:
-    costs = StepCosts(K, 16, ["drafter"])
-    unknown = costs.errors("drafter", 4)
+    costs = StepCosts(K, 16)
+    unknown = costs.errors(4)
     assert unknown[0] == 0 and (np.diff(unknown) > 0).all(), "the longer the draft, the less is known"
     for step in range(60):
-        costs.observe("drafter", step // 4 % (K + 1), 16, 0.01 * (1 + step // 4 % (K + 1)))
-    assert (costs.errors("drafter", 16) < 0.1).all()
-    assert (costs.errors("drafter", 4)[1:] < 0.95 * unknown[1:]).all() and costs.ratios("drafter")[3, 3] > 1.8
+        costs.observe(step // 4 % (K + 1), 16, 0.01 * (1 + step // 4 % (K + 1)))
+    assert (costs.errors(16) < 0.1).all()
+    assert (costs.errors(4)[1:] < 0.95 * unknown[1:]).all() and costs.ratios()[3, 3] > 1.8
 
 
 MILLISECONDS = {0: 236.0, 1: 227.0, 2: 194.0, 3: 224.0}
@@ -73,26 +69,13 @@ MILLISECONDS = {0: 236.0, 1: 227.0, 2: 194.0, 3: 224.0}
 def test_no_draft_makes_a_step_faster_whatever_was_seen() -> None:
     random, lengths = np.random.default_rng(1), [0, 0.01, 0.3, 1, 1.5, 2, 2.9, 3]
     for _ in range(20):
-        costs = StepCosts(K, 8, ["drafter"])
+        costs = StepCosts(K, 8)
         for k, batch in [(k, b) for _ in range(5) for b in (1, 8) for k in (0, 1, 2, 3)]:
-            costs.observe("drafter", k, batch, MILLISECONDS[k] * np.exp(0.3 * random.normal()))
-        ratios = costs.ratios("drafter")
+            costs.observe(k, batch, MILLISECONDS[k] * np.exp(0.3 * random.normal()))
+        ratios = costs.ratios()
         assert (np.diff(ratios, axis=0) >= -1e-12).all() and ratios[0] == pytest.approx(1.0)
         of_length = [ratio_at(ratios[:, 2].tolist(), length) for length in lengths]
         assert of_length == sorted(of_length)
-
-
-def test_each_proposer_has_costs_of_its_own() -> None:
-    costs = StepCosts(1, 1, ["drafter", "history"])
-    for _ in range(40):
-        for proposer, k, seconds in (
-            ("drafter", 0, 1.0),
-            ("drafter", 1, 1.5),
-            ("history", 0, 1.0),
-            ("history", 1, 1.1),
-        ):
-            costs.observe(proposer, k, 1, seconds)
-    assert [costs.ratios(p)[1, 0] for p in ("drafter", "history")] == pytest.approx([1.5, 1.1], rel=0.03)
 
 
 def test_lengths_that_may_be_the_fastest_are_tried_in_turn_and_others_seldom() -> None:
@@ -121,7 +104,7 @@ def test_the_first_draft_of_a_batch_costs_a_share_of_those_of_all_requests() -> 
 def test_a_fast_step_of_no_certain_length_gains_no_more_than_its_tokens() -> None:
     """Right after a change of length, a step is compared with what none without drafts would take."""
     controller, now = DraftLengths(1, 1), 0.0
-    controller.choose_among(["drafter"])
+    controller.adapt()
     for turn in range(40):
         k = turn // 4 % 2
         controller.choose(now)
@@ -257,48 +240,6 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
     report = recorder.report()["steps"]
     assert [row[:5] for row in report] == [[1, 2, "prompts", 1, 2], [1, 2, "steady", 1, 3], [2, 1, "mixed", 1, 1]]
     assert all(row[5] > 0 for row in report)
-
-
-def test_the_counts_of_a_request_say_which_of_its_drafts_came_from_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's own accumulator, which the scheduler's own method fills and which ends with the request."""
-    scheduler: Any = object.__new__(DraftLengthScheduler)
-    scheduler.draft_lengths = DraftLengths(K, 2)
-    counts = {request: RequestSpecDecodeMetrics.new(K) for request in "ab"}
-    scheduler.requests = {request: SimpleNamespace(spec_decode_metrics=of) for request, of in counts.items()}
-
-    def update(_: Any, scheduler_output: Any, sampled: Any) -> None:
-        for request, draft in scheduler_output.scheduled_spec_decode_tokens.items():
-            accepted = len(sampled.sampled_token_ids[sampled.req_id_to_index[request]]) - 1
-            counts[request].observe(len(draft), accepted, detailed=True)
-        if "b" in sampled.req_id_to_index:
-            del scheduler.requests["b"]  # it has ended
-
-    monkeypatch.setattr(Scheduler, "update_from_output", update)
-    monkeypatch.setattr(Scheduler, "update_draft_token_ids", lambda *_: None)
-    monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda _: True)
-
-    def step(proposer: str, asked: str, verified: dict[str, int]) -> None:
-        taken = SimpleNamespace(req_ids=[*asked])
-        attach(taken, proposer)
-        scheduler.update_draft_token_ids(taken)
-        drafts = {request: [5] * number for request, number in verified.items()}
-        scheduled = dict.fromkeys(verified, 1)
-        output = SimpleNamespace(scheduled_spec_decode_tokens=drafts, num_scheduled_tokens=scheduled)
-        output.scheduled_new_reqs, output.num_spec_tokens_to_schedule = [], K
-        names = {request: i for i, request in enumerate(verified)}
-        scheduler.update_from_output(
-            output, SimpleNamespace(req_id_to_index=names, sampled_token_ids=[[1]] * len(names))
-        )
-
-    step("history", "ab", {"a": 3})
-    step("drafter", "a", {"a": 1, "b": 2})
-    step("drafter", "a", {"a": 2})
-    assert counts["a"].per_step_drafted == [-3, 1, 2] and counts["b"].per_step_drafted == [-2]
-    accepted = ServedAcceptance(K)
-    accepted.observe([(2, 0)])
-    lengths = scheduler.draft_lengths
-    lengths.idle(1.0)
-    assert lengths._acceptance.tokens_per_step().tolist() == accepted.tokens_per_step().tolist(), "of the drafter alone"
 
 
 def test_a_request_drafts_what_is_worth_more_than_its_price() -> None:

@@ -323,7 +323,7 @@ def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path)
     hook.ring.beside(lambda: gate.wait(10))
     draft(runner, 2)
     hook.tap_seconds = 0.25
-    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], 8, 0, 0, 0, None), "untapped": ([1, 2], 1, 0, 0, 0, None)}
+    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], 8, 0, 0, 0), "untapped": ([1, 2], 1, 0, 0, 0)}
     worker.begin_features(finished, path, LAW, [1, 2])
     for _ in range(20):
         assert worker.features_written(path) is None and not Path(path).exists(), "the step does not wait"

@@ -78,15 +78,12 @@ def score(
     skill: float,
     rng: np.random.Generator,
     own: float = 0.2,
-    drafted: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[RolloutAcceptance]:
-    """What a forward pass over the rollouts knows of a drafter, at each draft length. drafted: see `rollout_acceptances`."""
-    return scores_of(rollouts, acceptance_table(rollouts, skill, rng, own), drafted)
+    """What a forward pass over the rollouts knows of a drafter, at each draft length."""
+    return scores_of(rollouts, acceptance_table(rollouts, skill, rng, own))
 
 
-def scores_of(
-    rollouts: Rollouts, table: NDArray[np.float64], drafted: Sequence[Sequence[tuple[int, int]]] | None = None
-) -> list[RolloutAcceptance]:
+def scores_of(rollouts: Rollouts, table: NDArray[np.float64]) -> list[RolloutAcceptance]:
     """Like `score`, of a drafter with this table [R, K, L]."""
     lucky = np.stack([rollouts.luck[:, k : k + rollouts.longest] for k in range(DRAFT_TOKENS)], 1)
     offsets = np.arange(rollouts.longest)
@@ -100,7 +97,7 @@ def scores_of(
         torch.from_numpy(rows),
         torch.from_numpy(columns),
     )
-    return rollout_acceptances([start], DRAFT_TOKENS, drafted)
+    return rollout_acceptances([start], DRAFT_TOKENS)
 
 
 def serve(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cotrain.acceptance_stats import counts_of_steps, drafter_starts, total_counts
+from cotrain.acceptance_stats import counts_of_steps, total_counts
 from cotrain.publish.evidence import FreshScores
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.trainer.buffer import spread_over_prompts
@@ -55,8 +55,6 @@ class World:
         self.refuses: set[int] = set()
         self.lost = False
         self.num_speculative_tokens = DRAFT_TOKENS
-        self.index: str | None = None
-        """An index of finished rollouts drafts too: "poor" for any half of the steps, "easy" for those with easy text."""
         self.calls: list[str] = []
         self.step = 0
 
@@ -72,12 +70,10 @@ class World:
     def serve(self, step: int, rollouts: Rollouts, versions: Sequence[Versions]) -> RolloutBatch:
         """A step in which these rollouts have ended, with the versions of their last segments."""
         self.step, self.rollouts, self.versions = step, rollouts, versions
-        rng, out = np.random.default_rng([self.seed, step, 1]), list[Rollout]()
         drafters = {v.drafter: self.published[v.drafter] for v in versions}
         drafters |= {v: (self.served_as[v], -1) for v in drafters if v in self.served_as}
         tables = {version: self._table(drafter) for version, drafter in drafters.items()}
-        out = [self._serve(row, tables[of.drafter][row], of, rng) for row, of in enumerate(versions)]
-        self.drafted = [drafter_starts(rollout) for rollout in out]
+        out = [self._serve(row, tables[of.drafter][row], of) for row, of in enumerate(versions)]
         num_tokens, counts = int(rollouts.lengths.sum()) + len(out), total_counts(r.speculation for r in out)
         return RolloutBatch(out, [f"step {step}"] if out else [], counts, num_tokens * 0.05, num_tokens)
 
@@ -85,28 +81,17 @@ class World:
         skill, updates = drafter
         return acceptance_table(self.rollouts, skill, np.random.default_rng([self.seed, self.step, updates + 2]))
 
-    def _serve(self, row: int, table: NDArray, versions: Versions, rng: np.random.Generator) -> Rollout:
+    def _serve(self, row: int, table: NDArray, versions: Versions) -> Rollout:
         """One rollout, drafted throughout. table [K, L]: chances that drafts of the drafter are accepted."""
-        steps, marks, start = list[tuple[int, int]](), list[bool](), 0
+        steps, start = list[tuple[int, int]](), 0
         length, most = int(self.rollouts.lengths[row]), self.num_speculative_tokens
         while start < length and most:
-            rate = self._index_rate(row, start, rng)
-            chances = table[:, start] if rate is None else np.full(most, rate)
-            luck = self.rollouts.luck[row, start : start + most] if rate is None else rng.random(most)
-            steps.append((most, int((luck < chances[:most]).cumprod().sum())))
-            marks.append(rate is not None)
+            luck = self.rollouts.luck[row, start : start + most]
+            steps.append((most, int((luck < table[:most, start]).cumprod().sum())))
             start += 1 + steps[-1][1]
         counts, response = counts_of_steps(steps, DRAFT_TOKENS) if steps else None, [3] * (length + 1)
-        rollout = Rollout(str(self.rollouts.prompts[row]), row, [1, 2], response, [0.0] * len(response), "", "stop",
-                          versions, counts, tuple(steps))  # fmt: skip
-        return replace(rollout, from_history=tuple(marks)) if self.index else rollout
-
-    def _index_rate(self, row: int, start: int, rng: np.random.Generator) -> float | None:
-        """Acceptance of what the index drafts here, or None where the drafter drafts."""
-        if self.index == "poor":
-            return 0.3 if rng.random() < 0.5 else None
-        is_easy = self.rollouts.difficulty[row, start : start + DRAFT_TOKENS].mean() < 0
-        return 0.9 if self.index == "easy" and is_easy else None
+        return Rollout(str(self.rollouts.prompts[row]), row, [1, 2], response, [0.0] * len(response), "", "stop",
+                       versions, counts, tuple(steps))  # fmt: skip
 
     # the trainer, with what DrafterTrainer does about a candidate that waits for more rollouts
 
@@ -118,13 +103,11 @@ class World:
         tapped = np.flatnonzero(self.rollouts.lengths if shards else []).tolist()
         named = [SimpleNamespace(prompt_key=self.rollouts.names[row], row=row) for row in tapped]
         rows = [one.row for one in spread_over_prompts(named, MAX_ROLLOUTS)]  # type: ignore[arg-type]
-        rollouts, drafted = self.rollouts.only(rows), [self.drafted[row] for row in rows] if self.index else None
-        table = self._table(self.published[serving])[rows]
-        served = scores_of(rollouts, table, drafted) if drafted else None
+        rollouts, table = self.rollouts.only(rows), self._table(self.published[serving])[rows]
         has_candidate = candidate[1] > max(self.published_update, judged)
         ours = scores_of(rollouts, self._table(candidate)[rows]) if has_candidate else None
         served_by = [self.versions[row].drafter for row in rows]
-        fresh = FreshScores(rollouts.names, scores_of(rollouts, table), ours, candidate[1], served_by, served)
+        fresh = FreshScores(rollouts.names, scores_of(rollouts, table), ours, candidate[1], served_by)
         self.gathered = fresh.after(self.gathered)
         return replace(fresh, gathered=self.gathered), {"drafter/buffer_tokens": 1.0}
 

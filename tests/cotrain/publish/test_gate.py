@@ -12,7 +12,7 @@ from cotrain.publish.acceptance import expected_of
 from cotrain.publish.decision import Outcome
 from cotrain.publish.decision import judge as add_verdict
 from cotrain.publish.evidence import Evidence, FreshScores, Publication
-from cotrain.records import GainReport, Rollout, RolloutBatch, Versions
+from cotrain.records import GainReport, RolloutBatch, Versions
 from drafters.scores import RolloutAcceptance
 from tests.cotrain.publish.simulated import sample_rollouts, score, true_length
 
@@ -185,18 +185,6 @@ def test_only_seconds_that_somebody_waits_for_count():
     assert publishes(decision) and "10% of the generation time is waited for" in reason(decision)
     never_waits = replace(served(), exposed=0.0)
     assert not publishes(judge(*pair(1.0, 0.6), batch=never_waits, lifetime_steps=3, swap_seconds=1.0))
-
-
-def test_what_is_drafted_from_history_gains_nothing_from_a_better_drafter():
-    steps = ((1, 1), (1, 0), (1, 0))
-    rollout = Rollout("a", 0, [1], [5] * 7, [0.0] * 7, "", "stop", Versions(0, 0), None, steps)
-    of_history = replace(
-        rollout, from_history=(True, False, True)
-    )  # two of six steps; the first token and two have no drafts
-    mixed = judge(*pair(1.0, 0.6), batch=replace(served(), rollouts=[of_history]))
-    alone = judge(*pair(1.0, 0.6), batch=replace(served(), rollouts=[rollout]))
-    of_mixed, of_alone = (found.metrics["gate/seconds_saved"] for found in (mixed, alone))
-    assert of_mixed == pytest.approx(of_alone * 4 / 6) and of_alone > 1
 
 
 def test_certain_gain_within_the_margin_is_not_published():

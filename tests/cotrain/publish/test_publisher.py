@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.acceptance_stats import drafter_counts, total_counts
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.evidence import FreshScores
@@ -51,9 +50,7 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
             metrics, events = outcome.metrics, outcome.events
         counts = batch.speculation
         length = counts.acceptance_length if counts else 1.0
-        own = total_counts(map(drafter_counts, batch.rollouts))
-        alone = own.acceptance_length if own else 1.0
-        rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, alone=alone, serving=world.serving))
+        rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, serving=world.serving))
     return rows
 
 
@@ -208,28 +205,6 @@ def test_or_it_goes_on_without_speculation_and_says_so(new_publisher: Any) -> No
 def test_a_healthy_run_raises_no_alarm(new_publisher: Any) -> None:
     world = World(GOOD, learns=0.0)
     assert "alarm" not in [kind for row in kinds(run(new_publisher(world), world, range(1, 31))) for kind in row]
-
-
-@pytest.mark.parametrize("index", ["poor", "easy"])
-def test_drafts_of_an_index_say_nothing_of_the_drafter(new_publisher: Any, index: str) -> None:
-    """A poor index accepts less than is expected of the drafter, and a good one leaves it the hard text."""
-    world = World(GOOD, learns=0.0)
-    world.index = index
-    rows = run(new_publisher(world), world, range(1, 61))
-    assert not any(kind in ("refused", "rolled back", "alarm") for row in kinds(rows) for kind in row)
-    expected = [row.metrics["rollout/expected_acceptance_length"] for row in rows]
-    whole = [row.metrics["gate/serving_length"] for row in rows[1:]]
-    together, alone = np.mean([row.length for row in rows]), np.mean([row.alone for row in rows])
-    assert np.mean(expected) == pytest.approx(alone, abs=0.03)
-    assert abs(together - alone) > 0.2 and (index == "poor" or alone < np.mean(whole) - 0.2)
-
-
-@pytest.mark.parametrize("served_as", [-30.0, -1.5])
-def test_a_good_index_does_not_hide_a_broken_drafter(new_publisher: Any, served_as: float) -> None:
-    world = World(GOOD, learns=0.0)
-    world.index, world.served_as[0] = "easy", served_as
-    with pytest.raises(DrafterAlarm, match="acceptance_collapsed" if served_as < -9 else "acceptance_below_expected"):
-        run(new_publisher(world), world, range(1, 6))
 
 
 def test_lost_weights_are_found_by_reading_them_back(new_publisher: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.publish.acceptance import expected_of
 from cotrain.trainer.buffer import teacher_of
 from drafters.losses import drafter_loss
 from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, add, expected_rates, make_record, payload_of, weights_of
@@ -422,20 +421,6 @@ def test_a_drafter_is_judged_on_last_segments_with_what_came_before_as_their_pro
             assert sorted(set(scores.prompts)) == sorted({record.prompt_key for record in rollouts})
     assert lengths[1] == pytest.approx(lengths[2]) and steps[1] == pytest.approx(steps[2])
     assert steps[1] < 0.6 * steps[0]
-
-
-def test_beside_a_history_the_serving_drafter_is_also_scored_where_it_drafted(new_trainer, target, shard_of):
-    trainer = new_trainer()
-    rollouts = target.rollouts(8, 2, seed=3, policy_version=0)
-    alone, _ = trainer.take_in([shard_of(rollouts)], 0, [0])
-    assert alone.served is None
-    marked = [replace(r, drafted=[(0, 3), (7, 2), (9, 3)][: i % 4]) for i, r in enumerate(rollouts)]
-    beside, _ = trainer.take_in([shard_of(marked)], 0, [0])
-    assert lengths_of(beside) == pytest.approx(lengths_of(alone), nan_ok=True)
-    steps = [scored.steps.tolist() for scored in beside.served]
-    assert steps[0] == [0.0] * 16 and steps[1] == [0.0, 0.0, 1.0, 1.0] * 4 and steps[2] == [0.0, 1.0, 1.0, 2.0] * 4
-    everywhere = expected_of(beside.served, beside.prompts)
-    assert everywhere.lengths[1] == 1 and everywhere.lengths[2] > 1 and everywhere.longest > 1
 
 
 def test_what_is_published_is_what_was_scored_however_the_trainer_goes_on(new_trainer, target, shard_of, tmp_path):

@@ -45,7 +45,7 @@ def draft_of(index: SuffixIndex, prompt: list[int], response: list[int], k: int,
     """What the index proposes for one request."""
     requests, text = RequestTexts(1, len(prompt) + len(response) + k), np.array([[*prompt, *response]], np.int32)
     length, prompt_length = np.array([text.size]), np.array([len(prompt)])
-    rows = requests.follow(["r"], text, length, prompt_length, np.empty((1, 0), np.int32))
+    rows = requests.follow(["r"], text, length, prompt_length)
     return index.draft(requests, rows, k, np.array([draws]))
 
 
@@ -122,7 +122,7 @@ def test_without_draws_each_token_is_the_likeliest() -> None:
 
 
 def test_requests_draft_together_what_each_drafts_alone() -> None:
-    """At each step some requests end, others begin, and tokens come from the batch or before it has them."""
+    """At each step some requests end, others begin, and some have a new token."""
     rng, texts = np.random.default_rng(3), history(40, seed=3)
     together, alone = filled(texts), filled(texts)
     requests, lengths = RequestTexts(6, 40), np.full(8, 4)
@@ -131,9 +131,8 @@ def test_requests_draft_together_what_each_drafts_alone() -> None:
     for step in range(12):
         chosen = rng.permutation(8)[:5]
         names = [f"{i}/{step // 4}" if i % 2 else str(i) for i in chosen]
-        new = np.where(rng.random((5, 1)) < 0.5, tokens[chosen, lengths[chosen]][:, None], -1).astype(np.int32)
-        in_batch, lengths[chosen] = lengths[chosen], lengths[chosen] + (new[:, 0] >= 0)
-        rows = requests.follow(names, tokens[chosen], in_batch, prompt_lengths[chosen], new)
+        lengths[chosen] += rng.random(5) < 0.5
+        rows = requests.follow(names, tokens[chosen], lengths[chosen], prompt_lengths[chosen])
         draws = rng.random(5) < 0.5
         drafts = together.draft(requests, np.where(np.arange(5) == step % 5, -1, rows), 3, draws)
         for place, i in enumerate(chosen):

@@ -39,12 +39,14 @@ def test_without_speculation_there_is_no_drafter(study_file):
     assert arm.config.drafter is None and arm.config.policy == load_study(study_file).shared.policy
 
 
-def test_an_arm_drafts_from_history_alone_or_beside_the_drafter(study_file):
-    alone = "name='alone', drafter='none', 'rollout.history'={}"
-    beside = "name='beside', 'rollout.history'={max_bytes=100000000}"
-    study = load_study(study_file, [arms(alone, beside)])
+def test_an_arm_drafts_from_history_alone(study_file):
+    usual = "name='usual', drafter='none', 'rollout.history'={}"
+    other = "name='other', drafter='none', 'rollout.history'={max_bytes=100000000}"
+    study = load_study(study_file, [arms(usual, other)])
     assert [getattr(arm.config.rollout.history, "max_bytes", None) for arm in study.runs[:2]] == [2**28, 10**8]
-    assert [arm.config.drafter is None for arm in study.runs[:2]] == [True, False]
+    assert [arm.config.drafter for arm in study.runs[:2]] == [None, None]
+    with pytest.raises(ValueError, match=r"rollout\.history: an engine drafts from a history or from a drafter"):
+        load_study(study_file, [arms("name='both', 'rollout.history'={}")])
 
 
 def test_an_initialisation_overrides_the_shared_configuration(study_file):

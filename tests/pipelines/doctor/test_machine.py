@@ -140,11 +140,7 @@ def test_a_moved_hook_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert machine.hooks().endswith("is as cotrain knows it")
     inherited = (Scheduler, "schedule")  # its base class has one too, which raises
-    for owner, name in (
-        inherited,
-        (GPUModelRunner, "propose_draft_token_ids"),
-        (GPUModelRunner, "take_draft_token_ids"),
-    ):
+    for owner, name in (inherited, (GPUModelRunner, "propose_draft_token_ids")):
         with monkeypatch.context() as planted:
             planted.delattr(owner, name)
             with pytest.raises(Problem, match=rf"{owner.__name__}\.{name} is missing"):

@@ -85,21 +85,6 @@ def test_a_drafter_that_pays_or_was_hardly_tried_is_not_advised_against(tmp_path
     assert told.endswith('   (drafter="none" drops it)')
 
 
-def test_a_drafter_beside_a_history_is_drawn_alone_too(tmp_path: Path) -> None:
-    rows = [row(step, history__tokens=9.0, rollout__acceptance_length_serving=1.03) for step in range(1, 3)]
-    folder = write_run(tmp_path / "run", rows)
-    assert "served by the drafter alone: 1.03 first" in plots(folder)["acceptance_length"].numbers
-
-
-def test_proposers_are_told_apart(tmp_path: Path) -> None:
-    counts = {"history__drafts": 40.0, "history__drafted_tokens": 100.0, "history__accepted_tokens": 30.0}
-    rows = [row(step, **counts, drafter__drafted_tokens=50.0, drafter__accepted_tokens=20.0) for step in (1, 2)]
-    folder = write_run(tmp_path / "run", rows)
-    told = {label.strip(): text for label, text in facts(folder).items()}
-    assert told["from history"] == "60 of 200 draft tokens accepted   (30%)"
-    assert told["from drafter"] == "40 of 100 draft tokens accepted   (40%)"
-
-
 CHECKED = {"lossless__passed": 1.0, "lossless__tokens": 2048.0, "lossless__speculated_tokens": 1500.0}
 
 

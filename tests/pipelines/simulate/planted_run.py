@@ -45,7 +45,7 @@ class PlantedEngine:
         self.controller, self.slots = DraftLengths(k, slots), slots
         self.random, self.now = np.random.default_rng(seed), 0.0
         if k:
-            self.controller.choose_among(["drafter"])
+            self.controller.adapt()
 
     def generate(self, lengths: list[int]) -> list[list[tuple[int, int]]]:
         """The verification steps of each response."""
