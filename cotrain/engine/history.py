@@ -136,9 +136,10 @@ class HistoryDrafting:
         seen: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for request, num_new in zip(step.requests, step.num_new.tolist(), strict=True):
             proposal, drafted = self._proposals.pop(request, None), len(verified.get(request, ()))
-            if proposal is None or not (drafted and num_new):
-                continue  # vLLM drops drafts of requests that it computes again
-            known = drafted if drafted < proposal.num_drafted else proposal.num_tokens  # vLLM may have cut the draft
+            if proposal is None or not num_new:
+                continue
+            # vLLM cuts drafts at the end of a response, and drops those of requests that it computes again.
+            known = drafted if drafted < proposal.num_drafted else proposal.num_tokens
             seen[proposal.match].append((known, min(num_new - 1, drafted)))
         for of_match, drafts in seen.items():
             self._of_match[of_match].observe(drafts)
