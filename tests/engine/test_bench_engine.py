@@ -7,21 +7,19 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+"""test_bench_synthetic.py has the same arms, turns and report in `make test`."""
 
 TOKENS, ROUNDS, GROUPS = 12, 2, 2
 FIXED = ["suffix", "greedy", "probabilistic"]
 
 
-@pytest.mark.parametrize(
-    "fixed", [["suffix"], pytest.param(FIXED, marks=pytest.mark.long)], ids=["four engines", "all methods"]
-)
-def test_bench_measures_every_arm(fixed: list[str], drafter_folder: Path, tmp_path: Path) -> None:
+def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
     """Draft lengths that are fixed, and those that are chosen, from history and from a drafter."""
     out = tmp_path / "bench"
     command = [
         *(sys.executable, "-m", "pipelines.cli", "bench", "--model", "tiny:llama", "--drafter", str(drafter_folder)),
-        *("--methods", *fixed, "adaptive", "adaptive-suffix"),
+        *("--methods", *FIXED, "adaptive", "adaptive-suffix"),
         *("--k", "1", "2", "--batch", "1", "3"),
         *("--tokens", str(TOKENS), "--rounds", str(ROUNDS), "--groups", str(GROUPS)),
         *("--dtype", "float32", "--same-prompts", "--out", str(out)),
@@ -32,7 +30,7 @@ def test_bench_measures_every_arm(fixed: list[str], drafter_folder: Path, tmp_pa
     assert (out / "bench.md").read_text() in run.stdout
 
     report = json.loads((out / "bench.json").read_text())
-    arms = ["no speculation", *(f"{method} k={k}" for method in fixed for k in (1, 2))]
+    arms = ["no speculation", *(f"{method} k={k}" for method in FIXED for k in (1, 2))]
     arms += ["adaptive k<=2", "adaptive-suffix k<=2"]
     assert [arm["arm"] for arm in report["arms"]] == [f"batch {batch}, {arm}" for batch in (1, 3) for arm in arms]
     assert all(arm["+-"] is not None and arm["min"] <= arm["ratio"] <= arm["max"] for arm in report["arms"])

@@ -140,7 +140,7 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
 
 
 def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
-    """Under a bound that holds a quarter of the rollouts, which of them are tapped does not depend on their lengths."""
+    """Under a bound that holds a quarter of the rollouts at full length, which are tapped does not depend on their lengths."""
     rollout = deep_engine.engine.spec.rollout
     num_tokens = REQUESTS // 4 * (12 + rollout.max_new_tokens)
     bounds = FeatureTapConfig(max_bytes=num_tokens * deep_engine.engine._row_bytes)
@@ -161,4 +161,4 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     print(f"mean length of all {mean:.1f}, of {tapped_per_call} tapped {statistics.mean(tapped):.1f}")
     assert spread > mean / 3, "lengths that vary"
     assert statistics.mean(tapped) == pytest.approx(mean, abs=3 * spread / len(tapped) ** 0.5)
-    assert tapped_per_call == [REQUESTS // 4] * CALLS
+    assert all(REQUESTS // 4 <= number < REQUESTS for number in tapped_per_call)
