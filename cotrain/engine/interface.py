@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 import pkgutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,59 +25,18 @@ PROPOSER = f"{DRAFTING}:SpecDecodeBaseProposer"
 SAMPLING = "vllm.v1.sample.rejection_sampler"
 MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
 LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
-RELOAD = "vllm.model_executor.model_loader.reload"
 KERNELS = "vllm.triton_utils.dispatcher"
 
-WRAPPED = {
-    f"{RUNNER}.propose_draft_token_ids": "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
-    "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings",
-    f"{RUNNER}._sample": "self logits spec_decode_metadata",
-    f"{SCHEDULER}.schedule": "self throttle_prefills",
-    f"{SCHEDULER}.update_from_output": "self scheduler_output model_runner_output",
-    f"{SCHEDULER}.set_pause_state": "self pause_state",
-}
-"""Functions that ours replace, with all their parameters in order."""
+Table = dict[str, str]
+"""Parameters of functions, in order, by module:Class.function; `interface.toml` says which of them are named."""
 
-WORKER = "vllm.v1.worker.gpu_worker:Worker"
-SIDECAR = {path: names for path, names in WRAPPED.items() if not path.startswith(RUNNER)} | {
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context headless",
-    f"{SCHEDULER}.update_draft_token_ids": "self draft_token_ids",
-    "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls": "self",
-    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
-    f"{SCHEDULER}._free_request": "self request delay_free_blocks",
-    f"{WORKER}.load_model": "self",
-    f"{WORKER}.finish_weight_update": "self",
-    f"{WORKER}.reload_weights": "self",
-    f"{WORKER}.wake_up": "self tags",
-    f"{WORKER}.get_draft_model": "self",
-    f"{RELOAD}.layerwise:initialize_layerwise_reload": "model",
-    f"{RELOAD}.layerwise:finalize_layerwise_reload": "",
-}
-"""Functions that the sidecar replaces or calls in all of SIDECAR_VERSIONS, with their positional parameters in order."""
-
-SPECULATOR_TAKES = [
-    "input_batch",
-    "attn_metadata",
-    "slot_mappings",
-    "last_hidden_states",
-    "aux_hidden_states",
-    "num_sampled",
-]
-SIDECAR_OF_RUNNER = {
-    False: {path: names for path, names in WRAPPED.items() if path.startswith(RUNNER)}
-    | {f"{RUNNER}.execute_model": "self scheduler_output intermediate_tensors"},
-    True: {
-        f"{RUNNER_V2}.execute_model": "self scheduler_output intermediate_tensors dummy_run ...",
-        f"{RUNNER_V2}.take_draft_token_ids": "self",
-        f"{RUNNER_V2}.get_draft_model": "self",
-        f"{SPECULATOR}.propose": f"self {' '.join(SPECULATOR_TAKES)} ...",
-    },
-}
-"""The same for each model runner: False is V1, True is V2. Where "..." stands, other parameters may follow."""
-WRAPPED_IN_V2 = SIDECAR_OF_RUNNER[True] | {
-    f"{SPECULATOR}.propose": f"self {' '.join(SPECULATOR_TAKES)} num_rejected last_sampled next_prefill_tokens temperature ..."
-}
-"""The same for model runner V2 in cotrain's own engines."""
+_TABLES: dict[str, Table] = tomllib.loads(Path(__file__).with_name("interface.toml").read_text(encoding="utf-8"))
+WRAPPED, WRAPPED_IN_V2 = _TABLES["wrapped"], _TABLES["wrapped_v2"]
+"""What ours replace in cotrain's own engines, with model runner V1 and with V2."""
+SIDECAR, SIDECAR_OF_RUNNER = _TABLES["sidecar"], {False: _TABLES["sidecar_v1"], True: _TABLES["sidecar_v2"]}
+"""What the sidecar replaces or calls in all of SIDECAR_VERSIONS, whatever the model runner, and by whether that is V2."""
+SPECULATOR_TAKES = SIDECAR_OF_RUNNER[True][f"{SPECULATOR}.propose"].split()[1:-1]
+"""First arguments that V2 passes to its speculator."""
 
 
 def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -106,7 +66,7 @@ def moved() -> list[str]:
     return _differences(WRAPPED, {path: _installed_parameters(path) for path in WRAPPED}) + of_v2
 
 
-def moved_in(sources: Path, table: dict[str, str]) -> list[str]:
+def moved_in(sources: Path, table: Table) -> list[str]:
     """Return what differs from a table like SIDECAR in the sources of a vLLM, by name. Nothing is imported.
 
     sources: the folder that holds the package's folder `vllm`.
@@ -114,7 +74,7 @@ def moved_in(sources: Path, table: dict[str, str]) -> list[str]:
     return _differences(table, {path: parameters_in(sources, path) for path in table})
 
 
-def _differences(table: dict[str, str], found: dict[str, str | None]) -> list[str]:
+def _differences(table: Table, found: dict[str, str | None]) -> list[str]:
     return [
         f"{path} is missing" if found[path] is None else f"{path} takes ({found[path]}) instead of ({names})"
         for path, names in table.items()
