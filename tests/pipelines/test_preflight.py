@@ -295,7 +295,7 @@ def test_a_model_runner_that_cannot_run_here_is_refused(build, monkeypatch: pyte
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert quick_problems(build()) == []
-    [line] = quick_problems(build("rollout.history.max_bytes=1000000"))
+    [line] = quick_problems(build("drafter=none", "rollout.history.max_bytes=1000000"))
     assert line.startswith("VLLM_USE_V2_MODEL_RUNNER: '1': only V1 drafts from a history; unset it")
     monkeypatch.delenv("TRITON_INTERPRET")
     [line] = quick_problems(build("drafter=none"))
