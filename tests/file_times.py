@@ -23,7 +23,7 @@ SHOWN = 12
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / ".pytest_cache" / "file_seconds.json"
 COMMITTED = ROOT / "tests" / "file_seconds.json"
-"""The record of `make test` on two quiet cores."""
+"""The record of `make test` on two quiet cores, without the seconds in which a file waited for the run of another."""
 
 
 def recorded() -> dict[str, float]:

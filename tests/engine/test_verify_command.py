@@ -1,4 +1,4 @@
-"""`cotrain verify` as a command: with a drafter's folder, and with the head that a policy brings."""
+"""`cotrain verify` as a command: with a history, with a drafter's folder, and with the head that a policy brings."""
 
 import json
 import subprocess
@@ -22,7 +22,8 @@ def verify(out: Path, *arguments: str) -> tuple[str, set[str]]:
     return run.stdout, {row["check"] for row in report["checks"]}
 
 
-@pytest.mark.parametrize("proposer", ["drafter", "history"])
+# test_verify_engine.py has a drafter.
+@pytest.mark.parametrize("proposer", [pytest.param("drafter", marks=pytest.mark.long), "history"])
 def test_the_command_verifies_and_says_so(proposer: str, drafter_folder: Path, tmp_path: Path) -> None:
     drafts = ["--history"] if proposer == "history" else ["--drafter", str(drafter_folder)]
     arguments = ["--model", "tiny:llama", *drafts, "--dtype", "float32"]
