@@ -43,7 +43,7 @@ def test_bench_measures_every_arm(drafter_folder: Path, tmp_path: Path) -> None:
         elif turn["arm"].startswith(("greedy", "probabilistic")):
             assert turn["num_drafts"] > 0
             assert len(turn["accepted_per_position"]) == int(turn["arm"][-1])
-    for arm in arms[1:]:
+    for arm in arms[1:-2]:  # a length that is chosen may be 0
         assert sum(turn["num_drafts"] for turn in report["turns"] if turn["arm"] == arm) > 0
     assert any(note.startswith("adaptive-suffix, at the end: ") for note in report["notes"])
     assert report["packages"]["torch"] and report["machine"]["cores"] >= 1
