@@ -22,14 +22,15 @@ def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(proposer: s
     arguments += ["rollout.history={}", "drafter=none"] if of_history else []
     process = start(root, "killed-run", *arguments)
     deadline = time.monotonic() + TIMEOUT_S
-    while not any(row["event"] == "taken" and row["step"] == 5 for row in events_of(root, "killed")):
+    saved = root / "killed/checkpoints/step_000004/COMPLETE"  # it is written beside step 5
+    while not (saved.exists() and any(e["event"] == "taken" and e["step"] == 5 for e in events_of(root, "killed"))):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
     process.wait()
     assert_nothing_left("COTRAIN_TEST_MARKER=killed-run")
-    saved = json.loads((root / "killed/checkpoints/step_000004/state.json").read_text())["stream"]
-    numbers = [row["number"] for row in saved["groups"]]
+    stream = json.loads(saved.with_name("state.json").read_text())["stream"]
+    numbers = [row["number"] for row in stream["groups"]]
     assert all(4 * P <= number < 6 * P for number in numbers)
     output = train(root, "--resume", "killed")
     check_stream(root, "killed", lag=1)
@@ -41,7 +42,7 @@ def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(proposer: s
         assert known == sorted(known) and known[0] > 0, "the resumed run drafts from what the one before it generated"
         assert rows[-1]["rollout/acceptance_length"] > 1
     else:
-        assert rows[-1]["drafter/lost_features"] == saved["lost_features"]
+        assert rows[-1]["drafter/lost_features"] == stream["lost_features"]
     idle = r"p\d+% r\d+%" if of_history else r"d\d+% p\d+% r\d+%"
     assert re.search(rf"step 8/8 .* lag [01]\.\d .* p8 d\d\s+idle {idle}", output)
     assert "prompts identical" in output and "DIFFERS" not in output
