@@ -22,19 +22,22 @@ NAMED_AFTER_PROCESS = re.compile(r"(?:__KMP_REGISTERED_LIB_|sem\.loky-)(\d+)[_-]
 
 
 @contextmanager
-def stop_at_once() -> Iterator[None]:
+def stop_at_once() -> Iterator[list[str]]:
     """Let SIGINT and SIGTERM end the body and all processes that it has started, and then raise KeyboardInterrupt.
+
+    Yields a list for lines that are printed when the process ends without waiting for the body, which then cannot print them.
 
     asyncio would only cancel its task, which waits for calls that do not await anything, such as the start of an engine; and
     vLLM drops a KeyboardInterrupt in that start, so the body gets a SystemExit.
     """
     stops, ended = threading.Event(), threading.Event()
-    others, started = descendants(), set[int]()
+    others, started, last_lines = descendants(), set[int](), list[str]()
 
     def leave_unless_ended() -> None:
         if not ended.wait(POLITE_SECONDS):
             end(started.union(descendants()) - others)
             remove_scratch_folders()
+            print(*last_lines, sep="\n", flush=True)
             os._exit(INTERRUPTED)
 
     def handle(signum: int, frame: object) -> None:
@@ -45,7 +48,7 @@ def stop_at_once() -> Iterator[None]:
 
     with handling(handle):
         try:
-            yield
+            yield last_lines
         except BaseException:
             if not stops.is_set():
                 raise

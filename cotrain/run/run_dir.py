@@ -43,13 +43,18 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise ValueError(f"run_root: cannot make {root / name} ({error.strerror}); set run_root or name") from None
         return cls(root, name, resumed=False)
 
+    @property
+    def stopped(self) -> str:
+        """What a user is told when a signal has ended the run."""
+        return f"stopped at once; what was saved is whole: go on with {self.resume}"
+
     def close(self) -> None:
         self._lock.release()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.close()
         if kind in (KeyboardInterrupt, SystemExit):
-            print(f"stopped at once; what was saved is whole: go on with {self.resume}", flush=True)
+            print(self.stopped, flush=True)
         elif error is not None:
             with suppress(OSError):  # a full disk, or a failure before there was an attempt
                 (self.logs / FAILURE).write_text(str(error))

@@ -88,7 +88,8 @@ class Initialisation:
         async with AsyncExitStack() as stack:
             # Without a drafter the engine would tap no hidden states, and could not be sent a drafter later.
             untrained = Path(stack.enter_context(TemporaryDirectory())) / "untrained"
-            with self.console.phase("rollout engine"), stop_at_once():
+            with self.console.phase("rollout engine"), stop_at_once() as last_lines:
+                last_lines.append(self.run_dir.stopped)
                 new = self._trainer(total_updates=1)
                 new.drafter.save(untrained, new.serving_dtype)
                 setup = EngineSetup(self.model, [], config.rollout, new.drafter, untrained)
@@ -99,7 +100,8 @@ class Initialisation:
             training, held_out = sources.split(self.corpus.rollouts, config.rollout.samples_per_prompt)
             say(f"{len(training):,} rollouts to train on, {len(held_out):,} held out")
             state = newest_state(self.run_dir, config, self.corpus.about["fingerprints"])
-            with self.console.phase("MLflow"), stop_at_once():
+            with self.console.phase("MLflow"), stop_at_once() as last_lines:
+                last_lines.append(self.run_dir.stopped)
                 history = read_rows(self.run_dir.metrics) if self.run_dir.resumed else None
                 tracker = Tracker(config, policy=state.fingerprints["model"], history=history, say=say)
             stack.enter_context(tracker)

@@ -29,13 +29,14 @@ def train(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
     console = Console(sys.stdout)
     with ExitStack() as stack:
-        stack.enter_context(stop_at_once())
+        last_lines = stack.enter_context(stop_at_once())
         # Roles on other nodes start in other working folders, so they need an absolute path.
         root = config.run_root.absolute() if config.cluster.address else config.run_root
         model_path = resolve_model(config.policy.model)
         task = build_task(config.task, config.seed, model_path, config.rollout.max_prompt_tokens)
         fingerprints = model_fingerprints(model_path) | {"task": fingerprint(task)}
         run_dir = stack.enter_context(RunDir(root, config.name) if resume else RunDir.create(root, config.name))
+        last_lines.append(run_dir.stopped)
         state = newest_state(run_dir, config, fingerprints)
         if state.step == 0:
             write_config(config, run_dir.config)

@@ -74,6 +74,11 @@ class LiveEngine:
         version = self.engine.versions.policy + 1
         return self.run(self.engine.update_policy(self.payload(state), version))
 
+    def counted(self, counter: str) -> float:
+        """What this engine has counted. Prometheus' registry has only the engine that has started last in this process."""
+        loggers = self.engine._engine.logger_manager.stat_loggers
+        return sum(getattr(logger, counter)[0]._value.get() for logger in loggers if hasattr(logger, counter))
+
     def stop(self) -> None:
         self.run(self.engine.shutdown())
         self.loop.close()

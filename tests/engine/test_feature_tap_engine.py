@@ -68,16 +68,10 @@ def test_cached_prefixes_are_computed_for_the_tap(fresh: LiveEngine, target_mode
 
 def test_the_samples_of_a_short_prompt_share_it(fresh: LiveEngine, target_model: Any) -> None:
     """The first computes it, and the others take its one whole block of 53 tokens from the prefix cache."""
-
-    def cached_tokens() -> float:
-        return sum(
-            s.value for m in _metrics() if m.name == "vllm:prefix_cache_hits" for s in m.samples if "_total" in s.name
-        )
-
     [request] = make_requests(1, length=53, seed=21)
-    before = cached_tokens()
+    before = fresh.counted("counter_prefix_cache_hits")
     batch = fresh.generate([replace(request, sample_index=i, seed=i) for i in range(4)])
-    assert cached_tokens() - before == 3 * 32
+    assert fresh.counted("counter_prefix_cache_hits") - before == 3 * 32
     assert batch.feature_stats["num_holes"] == 0
     assert_equal_to_forward(batch, target_model, least_share=0.98)
 
@@ -129,8 +123,7 @@ def test_chunked_prefill_and_preemption(cramped: LiveEngine, target_model: Any) 
     tapped = [wanted[tuple(record.token_ids.tolist())] for record in records]
     assert len(tapped) == 4  # what a limit of 600 tokens holds
     assert_equal_to_forward(replace(batch, rollouts=tapped), target_model, least_share=0.99)
-    preemptions = [m for m in _metrics() if m.name == "vllm:num_preemptions"]
-    assert sum(sample.value for m in preemptions for sample in m.samples) > 0
+    assert cramped.counted("counter_num_preempted_reqs") > 0
 
 
 def test_the_tap_keeps_to_its_limit(cramped: LiveEngine) -> None:
@@ -144,9 +137,3 @@ def test_the_tap_keeps_to_its_limit(cramped: LiveEngine) -> None:
         assert batch.feature_stats["num_holes"] == 0
         chosen.append({tuple(record.token_ids.tolist()) for record in records})
     assert chosen[0] != chosen[1]
-
-
-def _metrics():
-    import prometheus_client
-
-    return prometheus_client.REGISTRY.collect()

@@ -44,6 +44,7 @@ def test_9_a_trainer_that_dies(tmp_path: Path, fault: Fault) -> None:
     fault("9a", "drafter trainer killed", "message naming role, log and --resume", steps=1)
 
 
+@pytest.mark.long  # test_checkpoint.py has halves of checkpoints, and test_interrupted_run.py half a drafter
 def test_7_and_9_half_a_checkpoint_half_a_drafter_and_a_trainer_that_hangs(
     undisturbed: Path, target_folder: Path, tmp_path: Path, fault: Fault
 ) -> None:
