@@ -9,6 +9,7 @@ function FAULT that raises).
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,22 @@ class Host:
         lost = {name: torch.zeros_like(t) for name, t in sidecar._weights.last_good().items()}
         with set_current_vllm_config(worker.vllm_config):
             reload_weights(worker.get_draft_model(), worker.speculative_config.draft_model_config, lost)
+
+    def hold_the_disk(self) -> None:
+        """Let no shard be written before `free_the_disk`, for a minute at most."""
+        from cotrain.engine.host import worker
+
+        self.is_free, write = threading.Event(), worker.write_records
+
+        def wait_and_write(*args: Any, **options: Any) -> Any:
+            if not self.is_free.wait(60):
+                self.is_free.set()  # a step that waits does so once
+            return write(*args, **options)
+
+        worker.write_records = wait_and_write
+
+    def free_the_disk(self) -> None:
+        self.is_free.set()
 
     def wake_up(self) -> None:
         self.llm.collective_rpc("wake_up")

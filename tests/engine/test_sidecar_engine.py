@@ -229,6 +229,18 @@ def test_drafters_are_swapped_checked_and_counted_as_vllm_does(
     assert {name: sidecar.state.counts[name] for name in known} == known
 
 
+def test_no_step_waits_for_a_shard_that_is_written(sidecar: Sidecar) -> None:
+    sidecar.take()
+    sidecar.host("hold_the_disk")
+    for seed in (20, 21):
+        sidecar.wave(seed)
+    sidecar.settle()
+    assert sidecar.take() == []
+    sidecar.host("free_the_disk")
+    sidecar.settle()
+    assert len(sidecar.take()) >= 32
+
+
 def test_switched_off_the_engine_drafts_nothing(sidecar: Sidecar) -> None:
     offer, texts = read_json(sidecar.spool.current, Offer), sidecar.greedy()
     write_json(sidecar.spool.current, replace(offer, on=False))

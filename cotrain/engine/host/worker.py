@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -35,7 +36,7 @@ SHARD_ROLLOUTS = 32
 
 
 class Shards:
-    """Features of finished requests, on their way to the trainer."""
+    """Features of finished requests, on their way to the trainer. All of it is done by a thread, beside the engine's steps."""
 
     def __init__(self, engine: EngineFolder, max_bytes: int):
         self.engine, self._max_bytes, self._written, self._gains = engine, max_bytes, 0.0, list[GainReport]()
@@ -43,8 +44,10 @@ class Shards:
         self.dropped, self.seconds = Counter[str](), 0.0
         """Number of requests that are not passed on, by reason, and the time of writing."""
 
-    def add(self, record: FeatureRecord | None, finished: Finished) -> None:
-        if record is None or not record.is_trainable:
+    def add(self, taken: Future[FeatureRecord | None], finished: Finished, is_usable: bool) -> None:
+        """Add what the tap's thread takes of a request. is_usable: does the trainer have the policy's head?"""
+        record = taken.result()
+        if record is None or not is_usable or not record.is_trainable:
             self.dropped["no features"] += 1
         else:
             self._waiting.append((record, finished))
@@ -73,7 +76,7 @@ class WorkerSidecar:
         """Hook into the worker. What can fail comes first, before anything in the engine is changed."""
         runner = worker.model_runner
         self._worker, self._settings, self._breaker = worker, settings, Breaker()
-        self._shards = Shards(engine, settings.max_bytes)
+        self._shards, self._writer = Shards(engine, settings.max_bytes), ThreadPoolExecutor(1, "cotrain-features")
         self._live: dict[str, list[tuple[Versions, int]]] = {}  # segments of tapped requests: versions, tokens before
         self._reported = 0.0
         cpu.correct()
@@ -112,9 +115,11 @@ class WorkerSidecar:
                 asked = SamplingParams(*sampling, method)
                 known = finished.name, token_ids, finished.prompt_length, self._policy.version, asked, layers
                 take = functools.partial(self._hook.take, *known, segments[-1][1], self._state.drafter_version)
-                record = self._hook.ring.beside(take).result()
-                self._shards.add(record if self._policy.is_written else None, replace(finished, earlier=earlier))
-        self._shards.write(stamp.gain, self._policy.is_dirty or not scheduler_output.total_num_scheduled_tokens)
+                record, finished = self._hook.ring.beside(take), replace(finished, earlier=earlier)
+                self._writer.submit(self._breaker.call, self._shards.add, record, finished, self._policy.is_written)
+        at_once = self._policy.is_dirty or not scheduler_output.total_num_scheduled_tokens
+        if stamp.finished or stamp.gain is not None or at_once:
+            self._writer.submit(self._breaker.call, self._shards.write, stamp.gain, at_once)
 
     def _follow_policy(self, stamp: Stamp, scheduler_output: Any) -> None:
         """If the policy's weights changed, count a new version and load the drafter again, which the update may have touched."""
@@ -171,7 +176,7 @@ class WorkerSidecar:
             self._state,
             reason=reason,
             policy_version=self._policy.version,
-            dropped=stamp.dropped + self._shards.dropped,
+            dropped=stamp.dropped + self._shards.dropped.copy(),
             seconds={"tap": self._hook.tap_seconds, "write": self._shards.seconds},
             counts=stamp.counts,
         )
