@@ -9,11 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from cotrain.config.schema import OptimizerConfig
 
-BETAS = (0.9, 0.95)
-"""AdamW's running-average coefficients, as usual for language models."""
+BETAS = (0.9, 0.95)  # AdamW's running-average coefficients, as usual for language models
 MAX_GRAD_NORM = 1.0
-COSINE_FLOOR = 0.1
-"""Share of the peak learning rate at which a cosine schedule ends."""
+COSINE_FLOOR = 0.1  # share of the peak learning rate at which a cosine schedule ends
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -34,12 +34,9 @@ class Segment(NamedTuple):
 class Prompt:
     """One problem of a task."""
 
-    id: str
-    """Stable name within the task."""
-    messages: list[dict[str, str]]
-    """Chat messages, before the chat template."""
-    answer: Any
-    """What the task's scorer needs (a string, or the task's own entry)."""
+    id: str  # stable name within the task
+    messages: list[dict[str, str]]  # chat messages, before the chat template
+    answer: Any  # what the task's scorer needs (a string, or the task's own entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,7 @@ class RolloutRequest:
     prompt_token_ids: list[int]
     seed: int | None
     """Sampling seed; None draws from the engine's own generator (probabilistic drafts have no seeds in vLLM)."""
-    max_new_tokens: int | None = None
-    """Most tokens of this response; None is rollout.max_new_tokens."""
+    max_new_tokens: int | None = None  # most tokens of this response; None is rollout.max_new_tokens
 
 
 def derived_seed(*parts: object) -> int:
@@ -68,8 +64,7 @@ class SpeculationCounts:
     The draft length decides where verification steps begin, so counts at one length say little about another.
     """
 
-    steps: tuple[int, ...]
-    """[K] at k: verification steps that verified k + 1 draft tokens."""
+    steps: tuple[int, ...]  # [K] at k: verification steps that verified k + 1 draft tokens
     accepted: tuple[tuple[int, ...], ...]
     """[K][K] at k, i: those of the steps with k + 1 draft tokens that accepted position i + 1 and all before it."""
 
@@ -105,20 +100,15 @@ class Rollout:
     prompt_id: str
     sample_index: int
     prompt_token_ids: list[int]
-    token_ids: list[int]
-    """The response, including the end-of-sequence token when there is one."""
-    log_probs: list[float]
-    """Behaviour log-prob of each response token, under the processed sampling distribution."""
+    token_ids: list[int]  # the response, including the end-of-sequence token when there is one
+    log_probs: list[float]  # behaviour log-prob of each response token, under the processed sampling distribution
     text: str
-    finish_reason: str
-    """Either "stop" or "length"."""
-    versions: Versions
-    """The versions that generated its last token."""
+    finish_reason: str  # either "stop" or "length"
+    versions: Versions  # the versions that generated its last token
     speculation: SpeculationCounts | None
     verification_steps: tuple[tuple[int, int], ...] = ()
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
-    earlier: tuple[Segment, ...] = ()
-    """The segments that other versions generated before, in order."""
+    earlier: tuple[Segment, ...] = ()  # the segments that other versions generated before, in order
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -154,8 +144,7 @@ class WeightPayload:
 
     path: str
     num_bytes: int
-    digests: dict[str, str]
-    """Checksum of each tensor's bytes (see weights/payload.py)."""
+    digests: dict[str, str]  # checksum of each tensor's bytes (see weights/payload.py)
 
 
 class WeightUpdateRefused(ValueError):
@@ -177,8 +166,7 @@ class GainReport:
     Reports of several engines add up.
     """
 
-    seconds: float = 0.0
-    """Total duration of these engine steps."""
+    seconds: float = 0.0  # total duration of these engine steps
     seconds_without: float = 0.0
     """What the generated tokens would have taken without speculation, by the measured times of engine steps. Steps without draft
     tokens count with their own time, and no step for more than its time for each token of a request."""
@@ -205,23 +193,20 @@ class GainReport:
 class StepTotal(NamedTuple):
     """Engine steps of one kind, added up."""
 
-    num_speculative_tokens: int
-    """Draft tokens proposed for each request at the end of each step."""
+    num_speculative_tokens: int  # draft tokens proposed for each request at the end of each step
     batch: int
     kind: str
     """prompts: prefill, perhaps with decoding. steady: decode-only, verifies as many draft tokens of each request as it drafts.
     mixed: decode-only, other draft lengths."""
     num_steps: int
-    num_tokens: int
-    """Tokens generated."""
+    num_tokens: int  # tokens generated
     seconds: float
 
 
 class Window(NamedTuple):
     """What the steps of an engine since the last window did, and what speculation gained."""
 
-    gain: GainReport | None
-    """None while the draft length is fixed."""
+    gain: GainReport | None  # None while the draft length is fixed
     steps: list[StepTotal]
 
 
@@ -236,7 +221,5 @@ class RolloutBatch:
     seconds: float
     num_generated_tokens: int
     feature_stats: dict[str, float] = field(default_factory=dict)
-    gain: GainReport | None = None
-    """Over all engines; None while draft lengths are fixed."""
-    exposed: float = 1.0
-    """Share of `seconds` in which the learner waited for rollouts."""
+    gain: GainReport | None = None  # over all engines; None while draft lengths are fixed
+    exposed: float = 1.0  # share of `seconds` in which the learner waited for rollouts

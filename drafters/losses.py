@@ -72,8 +72,7 @@ def _gradient(p: Tensor, q: Tensor, share: Tensor, greedy: bool) -> Tensor:
     return q.mul_(p.sum(-1, keepdim=True)).sub_(p).mul_(share[:, None]).sub_(slope)
 
 
-CHUNK_TOKENS = 512
-"""Rows whose logits are in memory at once. It bounds peak memory and never changes the result."""
+CHUNK_TOKENS = 512  # rows whose logits are in memory at once. It bounds peak memory and never changes the result.
 
 
 @dataclass(frozen=True)

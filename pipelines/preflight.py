@@ -39,8 +39,7 @@ from cotrain.tasks.rewards import load_reward
 from drafters.files import read_config, safetensors_header, weight_files
 from pipelines.plan import BYTES, GIB, plan
 
-TRAINING_BYTES = 12
-"""Bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments."""
+TRAINING_BYTES = 12  # bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments
 POLICY_UPDATES_HELD = 2
 """Maximum number of policy updates in shared memory: the served one, for taking back a failed update, and the new one."""
 

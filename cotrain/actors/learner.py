@@ -42,10 +42,8 @@ class Learner(Generic[L]):
 
     def __init__(self, cluster: Cluster, actors: list[Any], node: str, learner: type[L], arguments: dict[str, Any]):
         """Begin to create the learner in every actor. The first call waits until it has been created."""
-        self.node = node
-        """The node that rank 0 is on."""
-        self.last_call = (0.0, 0.0)
-        """When the last call that `finish` waited for began and ended on rank 0 (time.time)."""
+        self.node = node  # the node that rank 0 is on
+        self.last_call = (0.0, 0.0)  # when the last call that `finish` waited for began and ended on rank 0 (time.time)
         self._cluster, self._actors = cluster, actors
         self._started = [actor.start.remote(learner, arguments) for actor in actors]
 

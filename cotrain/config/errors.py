@@ -23,10 +23,8 @@ NAMES = {"boolean": "true | false", "object": "table"}
 @dataclass(frozen=True)
 class SectionHelp:
     section: type[Section]
-    path: str
-    """Dotted path; "" is the top level."""
-    kind: str | None
-    """Value of `type` when this is one of several kinds of section."""
+    path: str  # dotted path; "" is the top level
+    kind: str | None  # value of `type` when this is one of several kinds of section
     location: tuple[str, ...]
     """The path as pydantic reports it in errors: the names of `path`, each followed by its kind where there are several."""
 

@@ -22,15 +22,12 @@ GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagra
 class EngineSpec:
     rollout: RolloutConfig
     model_path: str
-    drafter_folder: str | None
-    """Checkpoint folder of the first serving drafter; None runs without a drafter."""
+    drafter_folder: str | None  # checkpoint folder of the first serving drafter; None runs without a drafter
     serving: ServingSpec | None
     seed: int
-    scratch: str
-    """Folder in shared memory for features and weights of this engine."""
+    scratch: str  # folder in shared memory for features and weights of this engine
     versions: Versions = field(default_factory=lambda: Versions(0, 0))
-    weight_transfer: str = "files"
-    """How the policy's weights arrive, see PolicyConfig."""
+    weight_transfer: str = "files"  # how the policy's weights arrive, see PolicyConfig
     synthetic_rates: tuple[float, ...] = ()
     """By draft position, the share of drafts that is accepted whatever they are, for `cotrain bench --synthetic` alone: the text then
     means nothing, and no field of a configuration sets it. Empty: drafts are verified."""

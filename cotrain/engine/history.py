@@ -26,8 +26,7 @@ NOTHING = Choice(0, 1.0)
 class Proposal(NamedTuple):
     """What history proposed for one request, until it is known how much of it was accepted."""
 
-    match: int
-    """Class of the match that the draft follows."""
+    match: int  # class of the match that the draft follows
     num_tokens: int
     """Draft tokens that were wanted. The index may have had fewer, which counts as if the others had been rejected."""
     num_drafted: int
@@ -37,10 +36,8 @@ class Step(NamedTuple):
     """The requests of a step with the texts that they have at its end."""
 
     requests: list[str]
-    rows: NDArray[np.int64]
-    """Their rows in RequestTexts [R]."""
-    num_new: NDArray[np.int64]
-    """Number of tokens that the step has emitted [R]; 0 while a prompt is computed."""
+    rows: NDArray[np.int64]  # their rows in RequestTexts [R]
+    num_new: NDArray[np.int64]  # number of tokens that the step has emitted [R]; 0 while a prompt is computed
 
 
 class HistoryDrafting:

@@ -18,8 +18,7 @@ from cotrain.engine.tap_ring import TapRing
 from cotrain.transport.features import FeatureRecord
 from drafters.base import SamplingParams
 
-MOST_UNREAD_BYTES = 64 * 2**20
-"""Most bytes of hidden states that wait for the drafter while speculation is off."""
+MOST_UNREAD_BYTES = 64 * 2**20  # most bytes of hidden states that wait for the drafter while speculation is off
 
 
 class Rows(NamedTuple):

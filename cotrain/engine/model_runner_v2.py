@@ -14,8 +14,7 @@ from torch import Tensor
 from cotrain.engine.hooks import TapHook
 from cotrain.engine.interface import SPECULATOR_TAKES
 
-LENGTH = "num_speculative_tokens"
-"""The argument that passes a step's draft length to the speculator, since vLLM 0.32."""
+LENGTH = "num_speculative_tokens"  # the argument that passes a step's draft length to the speculator, since vLLM 0.32
 
 
 class SpeculatorHook(TapHook):

@@ -58,12 +58,9 @@ class FeatureTap:
     """Hidden states of the requests that were chosen, by request and absolute position."""
 
     def __init__(self) -> None:
-        self.policy_version = 0
-        """Policy version that rows are stamped with. Whoever loads new policy weights sets it."""
-        self.changes = 0
-        """Grows whenever the tapped requests change."""
-        self.dropped = 0
-        """Number of rollouts that were dropped since the last reading."""
+        self.policy_version = 0  # policy version that rows are stamped with. Whoever loads new policy weights sets it.
+        self.changes = 0  # grows whenever the tapped requests change
+        self.dropped = 0  # number of rollouts that were dropped since the last reading
         self._num_bytes, self._max_bytes = 0, math.inf
         self._requests: dict[str, TapRequest] = {}
         self._prompts: dict[str, _Recording] = {}

@@ -28,8 +28,7 @@ OTHER_LAWS = (
 )  # fmt: skip
 """Sampling parameters of vLLM that, when set, change the distribution of the tokens from the one that drafters train for."""
 
-SPREADS = 3.0
-"""Standard deviations above its mean for which the sum of the lengths of tapped responses has room."""
+SPREADS = 3.0  # standard deviations above its mean for which the sum of the lengths of tapped responses has room
 
 FEWEST_LENGTHS, MOST_LENGTHS = 64, 1024
 """Responses that must have ended before room is reserved by their lengths, and newest ones that it is reserved by."""
@@ -38,8 +37,7 @@ FEWEST_LENGTHS, MOST_LENGTHS = 64, 1024
 class TapRequest(NamedTuple):
     """What the tap must know about a request before it runs."""
 
-    prompt: str
-    """Id of the prompt. Requests with the same prompt share its rows."""
+    prompt: str  # id of the prompt. Requests with the same prompt share its rows.
     prompt_length: int
     max_new_tokens: int
     rank: float = 0.0
@@ -52,8 +50,7 @@ class Admission:
     def __init__(self, max_bytes: int, row_size: int, seed: str):
         """row_size: bytes of one row. seed: of a generator of its own, which leaves a host's random numbers alone."""
         self._max_rows, self._random, self._calls = max_bytes // row_size, random.Random(seed), 0
-        self.tapped: dict[str, TapRequest] = {}
-        """Tapped requests that have not ended, by name."""
+        self.tapped: dict[str, TapRequest] = {}  # tapped requests that have not ended, by name
         self.dropped: Counter[str] = Counter()
         """Number of a host's requests that were not tapped, by reason. Requests that the share leaves out are not counted."""
         self._lengths = deque[int](maxlen=MOST_LENGTHS)

@@ -43,10 +43,8 @@ class Records:
 
     metrics: RowFile
     decisions: RowFile
-    events: RowFile
-    """Events of each group, and the times of updates and training rounds."""
-    steps: RowFile
-    """Engine steps and acceptance, for `cotrain simulate`."""
+    events: RowFile  # events of each group, and the times of updates and training rounds
+    steps: RowFile  # engine steps and acceptance, for `cotrain simulate`
     tracker: Tracker
     console: Console
 
@@ -72,10 +70,8 @@ class Controller:
     ):
         """state: the progress to continue from. The roles must have been started from it."""
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
-        self.state = state
-        """Where the run stands after its last whole step."""
-        self.last_rollouts: list[ScoredRollout] = []
-        """The rollouts that the last step trained on."""
+        self.state = state  # where the run stands after its last whole step
+        self.last_rollouts: list[ScoredRollout] = []  # the rollouts that the last step trained on
         self.producer = Producer(config, roles, prompts, records.events, state.step, state.stream)
         self._checkpoints = Checkpoints(config, run_dir, roles)
         self.checks = Checks(config, roles, records.console, state.step + 1, state.lossless)

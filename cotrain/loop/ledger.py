@@ -33,8 +33,7 @@ class Group:
 
     number: int
     state: State = "admitted"
-    attempt: int = 0
-    """How many times it was lost and started over."""
+    attempt: int = 0  # how many times it was lost and started over
 
 
 class Ledger:
@@ -45,14 +44,11 @@ class Ledger:
         self._prompts_per_step, self._max_policy_lag = prompts_per_step, max_policy_lag
         self._total = total_steps * prompts_per_step
         self.served = served
-        self.admitted = served * prompts_per_step
-        """Groups admitted so far, those of earlier steps included."""
-        self.lost: Counter[str] = Counter()
-        """Groups that were started over, by reason."""
+        self.admitted = served * prompts_per_step  # groups admitted so far, those of earlier steps included
+        self.lost: Counter[str] = Counter()  # groups that were started over, by reason
         self.groups: dict[int, Group] = {}
         self._in_state: Counter[State] = Counter()
-        self._scored: Counter[int] = Counter()
-        """Scored groups by step, counted from 0."""
+        self._scored: Counter[int] = Counter()  # scored groups by step, counted from 0
 
     def admit(self) -> list[Group]:
         """Admit a group for each free slot, but none beyond the last step of the run. Returns the new groups."""

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-NEWEST_WEIGHT = 0.5
-"""Weight of a prompt's newest samples in its moving average: an older policy wrote the other ones."""
+NEWEST_WEIGHT = 0.5  # weight of a prompt's newest samples in its moving average: an older policy wrote the other ones
 
 
 class LengthHistory:

@@ -40,8 +40,7 @@ class Prompts:
     task: Task
     order: PromptOrder
     tokenizer: Any
-    lengths: LengthHistory = field(default_factory=LengthHistory)
-    """How long the responses to each prompt were."""
+    lengths: LengthHistory = field(default_factory=LengthHistory)  # how long the responses to each prompt were
 
 
 @dataclass
@@ -49,15 +48,12 @@ class GroupResult:
     """A group with what is known of it so far; its rollouts and rewards are empty until they arrive."""
 
     prompt: Prompt
-    index: int
-    """Index of the prompt in the task."""
+    index: int  # index of the prompt in the task
     rollouts: list[Rollout]
     rewards: list[float]
     failure: TaskFailed | None = None
-    finished_at: float = 0.0
-    """When its responses were there; 0 in a group that was restored."""
-    scorer_began_at: float = 0.0
-    """When a scorer began on them."""
+    finished_at: float = 0.0  # when its responses were there; 0 in a group that was restored
+    scorer_began_at: float = 0.0  # when a scorer began on them
 
 
 class Producer:

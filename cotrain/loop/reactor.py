@@ -11,8 +11,7 @@ from typing import Any
 from cotrain.process.cluster import Arrival, Cluster
 from cotrain.process.failures import RunFailure
 
-TICK_SECONDS = 0.5
-"""How often time limits are checked, and how long a wait may take."""
+TICK_SECONDS = 0.5  # how often time limits are checked, and how long a wait may take
 
 
 class Reactor:

@@ -17,12 +17,10 @@ class Scorer:
     """A scoring process, and what it works on."""
 
     rewards: Rewards
-    ready: bool = False
-    """Whether it has started."""
+    ready: bool = False  # whether it has started
     begun: dict[int, Any] = field(default_factory=dict)
     """References of the rewards of its groups, in the order in which it works on them."""
-    began: float = 0.0
-    """When it began to work on the first of them."""
+    began: float = 0.0  # when it began to work on the first of them
 
 
 class Scoring:

@@ -12,8 +12,7 @@ from cotrain.records import Prompt, ScoredRollout, SwapReport, Versions
 from cotrain.run.console import Console
 from cotrain.run.step_metrics import idle_metrics, lag_metrics, rollout_metrics
 
-LONG_QUEUE = 0.1
-"""Share of a step above which waiting for busy scorers is worth a note."""
+LONG_QUEUE = 0.1  # share of a step above which waiting for busy scorers is worth a note
 
 
 class Clock:
@@ -42,27 +41,17 @@ class StepResult:
     """A step that has ended."""
 
     step: int
-    served: Versions
-    """The versions in force when the step began."""
-    scored: list[ScoredRollout]
-    """What the policy was trained on."""
-    prompts: dict[str, Prompt]
-    """The prompts of these rollouts by id."""
+    served: Versions  # the versions in force when the step began
+    scored: list[ScoredRollout]  # what the policy was trained on
+    prompts: dict[str, Prompt]  # the prompts of these rollouts by id
     window: StepWindow
-    stream: dict[str, float]
-    """Metrics of the groups in flight when the step began."""
-    history: dict[str, float]
-    """Metrics of the index, where engines draft from history."""
-    lossless: dict[str, float]
-    """Metrics of a check of the distribution."""
-    outcomes: list[Outcome]
-    """What was decided about the drafter, in order."""
-    learned: dict[str, float]
-    """Metrics of the policy's update and of the drafter's training."""
-    swaps: dict[str, SwapReport]
-    """Weight updates by role."""
-    seconds: dict[str, float]
-    """Duration of each phase; "step" is the whole step."""
+    stream: dict[str, float]  # metrics of the groups in flight when the step began
+    history: dict[str, float]  # metrics of the index, where engines draft from history
+    lossless: dict[str, float]  # metrics of a check of the distribution
+    outcomes: list[Outcome]  # what was decided about the drafter, in order
+    learned: dict[str, float]  # metrics of the policy's update and of the drafter's training
+    swaps: dict[str, SwapReport]  # weight updates by role
+    seconds: dict[str, float]  # duration of each phase; "step" is the whole step
 
     @property
     def events(self) -> list[DrafterEvent]:

@@ -17,8 +17,7 @@ class StepWindow:
     """What the engines have generated and measured since the last window; with lag, nothing where no group has ended since."""
 
     batch: RolloutBatch = field(default_factory=lambda: RolloutBatch([], [], None, 0.0, 0))
-    engine_steps: dict[int, list[StepTotal]] = field(default_factory=dict)
-    """By engine."""
+    engine_steps: dict[int, list[StepTotal]] = field(default_factory=dict)  # by engine
 
     def busy_seconds(self, num_engines: int) -> list[float]:
         """Seconds that each engine computed; empty if the window is."""

@@ -25,11 +25,9 @@ float32: kernels add up in another order. bfloat16: two units in the last place 
 EDGE_SHARE = 0.01
 """Largest share of tokens at which the engine truncates elsewhere: at ties within the error of a logit."""
 
-RARE_EDGES = 0.01
-"""Logit error above which top-k and top-p often truncate at another token in the engine."""
+RARE_EDGES = 0.01  # logit error above which top-k and top-p often truncate at another token in the engine
 
-LEAST_TOKENS = 100
-"""Fewest tokens of a stratum that get checks of their own."""
+LEAST_TOKENS = 100  # fewest tokens of a stratum that get checks of their own
 
 UNDRAFTED, BONUS, UNKNOWN = "undrafted", "bonus", "unknown"
 

@@ -32,8 +32,7 @@ class Draws:
     """By name of an order: the total probability of the outcomes that come before the drawn one."""
     impossible: NDArray[np.bool_]
     """The outcome has probability 0; its numbers are those of the least likely possible outcome."""
-    outside: NDArray[np.bool_]
-    """The outcome is impossible, and no numerical error of the distribution explains it."""
+    outside: NDArray[np.bool_]  # the outcome is impossible, and no numerical error of the distribution explains it
 
     def __len__(self) -> int:
         return len(self.probability)

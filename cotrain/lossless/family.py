@@ -21,21 +21,17 @@ LEAST_SPECULATED = 100
 """Fewest speculated tokens of a check. In the first check of a run, this many find a total variation distance of 0.26 with
 probability 0.9 (detectable_distance); with fewer, only the grossest faults could fail."""
 
-POWER = 0.9
-"""Probability of finding a fault of the stated size."""
+POWER = 0.9  # probability of finding a fault of the stated size
 
 
 @dataclass(frozen=True)
 class CheckResult:
     check: str
-    setting: str
-    """For example "k=3 probabilistic, T=0.7 top_p=0.9: drafted 2"."""
-    num: int
-    """Number of tokens or prompts."""
+    setting: str  # for example "k=3 probabilistic, T=0.7 top_p=0.9: drafted 2"
+    num: int  # number of tokens or prompts
     effect: float
     unit: str
-    p: float
-    """Probability of an effect at least as extreme on a lossless engine; 0 is proof of a fault."""
+    p: float  # probability of an effect at least as extreme on a lossless engine; 0 is proof of a fault
     adjusted_p: float = math.nan
     """Smallest false-alarm rate of its whole family at which the check fails; known once the family is judged."""
 
@@ -110,8 +106,7 @@ class GreedyCheck:
 
     num_prompts: int
     num_identical: int
-    num_tied: int
-    """Prompts whose texts first differ at two tokens that are tied within the number format."""
+    num_tied: int  # prompts whose texts first differ at two tokens that are tied within the number format
 
     @property
     def passed(self) -> bool:

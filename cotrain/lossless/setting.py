@@ -15,10 +15,8 @@ METHODS = ("greedy", "probabilistic")
 class Setting:
     """Draft length, drafting method, and the sampling parameters of a batch, which may differ from request to request."""
 
-    num_speculative_tokens: int
-    """0: no speculation."""
-    method: str
-    """greedy or probabilistic drafts; it has no effect without speculation."""
+    num_speculative_tokens: int  # 0: no speculation
+    method: str  # greedy or probabilistic drafts; it has no effect without speculation
     samplings: tuple[SamplingParams, ...]
     """Request i has samplings[i % len(samplings)]; their draft_sample_method is not read."""
     unsteady: bool = False

@@ -18,8 +18,7 @@ from torch import Tensor
 from cotrain.config.schema import PolicyConfig
 from cotrain.policy.batching import MicroBatch
 
-MAX_LOG_RATIO = 20.0
-"""Bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite."""
+MAX_LOG_RATIO = 20.0  # bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite
 
 WEIGHT_SQUARE = "behaviour_weight_square"
 
@@ -106,8 +105,7 @@ def policy_loss(
     return per_token * weights, values
 
 
-STD_EPSILON = 1e-6
-"""Added to the standard deviation; rewards that differ by no more than this count as equal."""
+STD_EPSILON = 1e-6  # added to the standard deviation; rewards that differ by no more than this count as equal
 
 
 def group_advantages(

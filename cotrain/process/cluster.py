@@ -117,8 +117,7 @@ class Process:
     """An actor of the run."""
 
     actor: Any
-    log: str
-    """Where messages say to look."""
+    log: str  # where messages say to look
     has_answered: bool = False
 
 

@@ -28,11 +28,9 @@ ROLLOUT_CORRELATION = 0.2
 """Intraclass correlation of acceptance within a rollout, as assumed by the test for zero acceptance: drafts of one rollout tend
 to succeed or fail together. 0 would count every draft as an independent trial."""
 
-LOWER_BOUND_ERRORS = 3.0
-"""Number of standard errors that the test for zero acceptance subtracts from the expected gain."""
+LOWER_BOUND_ERRORS = 3.0  # number of standard errors that the test for zero acceptance subtracts from the expected gain
 
-LAG_ROUNDS = 4
-"""Training rounds that may pass without a comparison, while steps have enough rollouts for one."""
+LAG_ROUNDS = 4  # training rounds that may pass without a comparison, while steps have enough rollouts for one
 
 
 @dataclass(frozen=True)

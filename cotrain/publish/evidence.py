@@ -8,8 +8,7 @@ from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.records import RolloutBatch, Versions
 from drafters.scores import RolloutAcceptance
 
-CANARY_STEPS = 4
-"""Number of steps for which the canary watches a publication; a broken delivery shows in the first two."""
+CANARY_STEPS = 4  # number of steps for which the canary watches a publication; a broken delivery shows in the first two
 
 
 def enough(prompts: Sequence[str]) -> bool:

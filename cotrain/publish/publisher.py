@@ -75,8 +75,7 @@ class Publisher:
         self._spec, self._trainer, self._engines = spec, trainer, engines
         self._scratch, self._current = scratch, current
         self.serving = Publication(last_good=current.versions.drafter)
-        self.mode: str | None = None
-        """Note on every step line once alarms have switched speculation off; None before."""
+        self.mode: str | None = None  # note on every step line once alarms have switched speculation off; None before
 
     def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
         """Decide on alarms of another check. If so configured, the run continues without speculation after one that is not fatal;

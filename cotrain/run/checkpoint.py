@@ -47,8 +47,7 @@ class RunState:
 
     step: int
     versions: Versions
-    config: dict[str, Any]
-    """The configuration, as model_dump(mode="json") gives it."""
+    config: dict[str, Any]  # the configuration, as model_dump(mode="json") gives it
     fingerprints: dict[str, str]
     """Digests of the policy's and the tokenizer's files, from model_fingerprints(), and of a run's task."""
     seconds: float = 0.0  # duration of all steps so far

@@ -27,10 +27,8 @@ class Intake:
     def __init__(self, spool: Spool, trainer: DrafterTrainer, most_drafted: int, heads: dict[str, int]):
         """most_drafted: most draft tokens of a verification step. heads: policy version by the digest of its head."""
         self._spool, self._trainer, self._most, self.heads = spool, trainer, most_drafted, heads
-        self.engines: dict[str, State] = {}
-        """What all living engines have last said of themselves."""
-        self.problems: list[str] = []
-        """What could not be read in the last `poll`."""
+        self.engines: dict[str, State] = {}  # what all living engines have last said of themselves
+        self.problems: list[str] = []  # what could not be read in the last `poll`
         self.waiting: list[tuple[Rollout, FeatureRecord]] = []
         self._gain, self._left_out, self._said = GainReport(), Counter[str](), Counter[str]()  # see `left_out`
         self._versions: dict[Path, int] = {}

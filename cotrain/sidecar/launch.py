@@ -16,8 +16,7 @@ from pathlib import Path
 from cotrain.process.failures import RunFailure
 from cotrain.transport.spool import VARIABLE, Spool
 
-STOP_SECONDS = 120.0
-"""A trainer that is told to stop finishes its round of training and stores the drafter."""
+STOP_SECONDS = 120.0  # a trainer that is told to stop finishes its round of training and stores the drafter
 CAUSES = """\
 none asked for a drafter. Usual causes:
 - cotrain is not installed where the host's vLLM is: install it there (docs/guide/sidecar.md)

@@ -24,8 +24,7 @@ from drafters.files import read_config
 
 FIXED = "fixed.json"
 """File beside the first drafter, with what an engine that was started with it cannot change while it lives."""
-WAITING_HEADS = 2
-"""Policy versions whose embedding and head have room in the spool besides features.max_bytes."""
+WAITING_HEADS = 2  # policy versions whose embedding and head have room in the spool besides features.max_bytes
 HEADS_KEPT = 4
 """How many policy versions back the trainer keeps heads even if it holds no features of them; see also KEPT_VERSIONS."""
 
@@ -38,8 +37,7 @@ class Prepared(NamedTuple):
     state: RunState
     trainer: DrafterTrainer
     spool: Spool
-    inherits: bool
-    """Whether engines live that were started beside an earlier trainer of the spool."""
+    inherits: bool  # whether engines live that were started beside an earlier trainer of the spool
 
 
 def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:

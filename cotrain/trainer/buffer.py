@@ -30,8 +30,7 @@ class FeatureBuffer:
     def __init__(self, max_bytes: int, max_age: int):
         """max_age: how many policy versions a rollout may be behind the newest one held; 0 keeps only the newest version."""
         self.max_bytes, self.max_age = max_bytes, max_age
-        self.records: list[FeatureRecord] = []
-        """Oldest first."""
+        self.records: list[FeatureRecord] = []  # oldest first
         self._used: set[FeatureRecord] = set()  # in this epoch
         self._dropped_for_bytes = self._dropped_for_age = self._dropped_for_checkpoints = self._untrainable = 0
 

@@ -2,10 +2,8 @@
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
-LARGE_BLOCK = 4 * 2**20
-"""Blocks of at least this many bytes go back to the system when they are freed."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
+LARGE_BLOCK = 4 * 2**20  # blocks of at least this many bytes go back to the system when they are freed
 
 
 def return_freed_blocks() -> bool:

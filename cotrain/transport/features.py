@@ -25,8 +25,7 @@ ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 DTYPES = {torch.int64: "I64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 """The names that the format of safetensors has for the types of ROWS."""
 
-ROWS_AT_ONCE = 64
-"""Rows that are written at once."""
+ROWS_AT_ONCE = 64  # rows that are written at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +37,12 @@ class FeatureRecord:
     final_hidden: Tensor  # [T, H] in the engine's dtype, after the target's final norm
     feature_mask: Tensor  # [T] bool
     prompt_length: int
-    policy_version: int
-    """Version of the policy that computed the hidden states."""
+    policy_version: int  # version of the policy that computed the hidden states
     sampling: SamplingParams
     aux_layers: tuple[int, ...]
     earlier_tokens: int = 0
     """Response tokens before the last segment, which other versions generated: a drafter is not judged by them."""
-    drafter_version: int = 0
-    """Version of the drafter that drafted in the last segment."""
+    drafter_version: int = 0  # version of the drafter that drafted in the last segment
 
     @property
     def num_tokens(self) -> int:

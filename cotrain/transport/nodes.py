@@ -19,8 +19,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.run.checkpoint import model_fingerprints
 from cotrain.run.provenance import differing_versions, package_versions
 
-PART_BYTES = 64 * 2**20
-"""Bytes of a part of a file. Of each file, two parts are in the object store at once."""
+PART_BYTES = 64 * 2**20  # bytes of a part of a file. Of each file, two parts are in the object store at once.
 
 PULLS = 4
 """Files that a node takes in at once. They have threads of their own, because the calls that they wait for run meanwhile."""
@@ -83,10 +82,8 @@ def _model(name: str) -> tuple[Path, dict[str, str]]:
 class Coming(NamedTuple):
     """A file on its way to a node."""
 
-    path: str
-    """Where it will be."""
-    reference: Any
-    """Ray's reference of the call that copies it; None if it is there already."""
+    path: str  # where it will be
+    reference: Any  # Ray's reference of the call that copies it; None if it is there already
 
 
 class Nodes:

@@ -16,8 +16,7 @@ from cotrain.records import WeightPayload, WeightUpdateRefused
 from cotrain.weights.digests import DigestedFile
 from drafters.files import weight_files
 
-Manifest = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name -> (shape, dtype) of every tensor an update must carry."""
+Manifest = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype) of every tensor an update must carry
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -17,8 +17,7 @@ class CurrentWeights:
         self.versions = versions
         self.policy: WeightPayload | None = None
         """The policy that was sent last; None while the engines serve what they have loaded."""
-        self.drafter: WeightPayload | None = None
-        """The drafter that was sent last; None before."""
+        self.drafter: WeightPayload | None = None  # the drafter that was sent last; None before
         self.earlier: set[Versions] = set()
         """Other versions that may have generated tokens of rollouts that are still to be seen; none without lag."""
         self._max_policy_lag = max_policy_lag

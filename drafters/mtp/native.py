@@ -18,8 +18,7 @@ from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_head
 from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS
 
 HEAD_FILE = "model-mtp.safetensors"
-WHOLE_CONFIG = "whole_config.json"
-"""File in the head's folder: the config.json of the checkpoint that held both."""
+WHOLE_CONFIG = "whole_config.json"  # file in the head's folder: the config.json of the checkpoint that held both
 
 
 def has_native_head(folder: Path) -> bool:

@@ -10,8 +10,7 @@ import numpy as np
 from numba import types
 
 SEPARATOR = -1
-DEPTH = 32
-"""Longest context, in tokens, that texts are sorted and matched by."""
+DEPTH = 32  # longest context, in tokens, that texts are sorted and matched by
 
 LEVELS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32], np.int32)
 """Lengths of context, in tokens, whose counts are blended."""
@@ -24,20 +23,15 @@ ESCAPE = 0.5
 """Shorter contexts get the share ESCAPE n / (total + ESCAPE n) of the distribution, for n different next tokens. This is the
 escape probability of prediction by partial matching (method C of Moffat 1990 has ESCAPE = 1)."""
 
-OWN_WEIGHT = 2.0
-"""Weight of a place in the request's own text. A place in a text of the same prompt has weight 1."""
+OWN_WEIGHT = 2.0  # weight of a place in the request's own text. A place in a text of the same prompt has weight 1.
 
-LEAST_SHARE = 1 / 64
-"""Share of the distribution below which shorter contexts are left out."""
+LEAST_SHARE = 1 / 64  # share of the distribution below which shorter contexts are left out
 
-EVERY_PROMPT_WEIGHT = 0.05
-"""Weight of a place in a text of any prompt: style repeats across problems, content less so."""
+EVERY_PROMPT_WEIGHT = 0.05  # weight of a place in a text of any prompt: style repeats across problems, content less so
 
-WIDTH = 256
-"""Most tokens to which a distribution gives probability."""
+WIDTH = 256  # most tokens to which a distribution gives probability
 
-BUCKETS = 4096
-"""Number of linked lists of a request's own places; a power of two."""
+BUCKETS = 4096  # number of linked lists of a request's own places; a power of two
 
 _compiled = numba.njit(cache=True, nogil=True)
 

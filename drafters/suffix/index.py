@@ -14,33 +14,27 @@ from drafters.suffix.requests import KEY_BYTES, RequestTexts, Tokens
 
 T = TypeVar("T")
 
-EVERY_PROMPT = bytes(KEY_BYTES)
-"""Key of the segments that hold the texts of all prompts."""
+EVERY_PROMPT = bytes(KEY_BYTES)  # key of the segments that hold the texts of all prompts
 
-FULL = 0.5
-"""Largest share of the room that texts take after room was made, so that it must be made only seldom."""
+FULL = 0.5  # largest share of the room that texts take after room was made, so that it must be made only seldom
 
 BYTES_PER_TOKEN = 3 * 4 * 3
 """An int32 each for text, order and following token, in the segments of its prompt, in those of all prompts, and in a merge."""
 
-MOST_BYTES = BYTES_PER_TOKEN * (2**31 - 1)
-"""Largest index: positions are int32."""
+MOST_BYTES = BYTES_PER_TOKEN * (2**31 - 1)  # largest index: positions are int32
 
 PIECE = 2**14
 """Positions that `advance` sorts, merges or leaves out, which takes about 1 ms; it may handle nearly three times as many."""
 
-BLOCK = 2**11
-"""Positions of a text that are sorted at once; longer texts are merged from such blocks."""
+BLOCK = 2**11  # positions of a text that are sorted at once; longer texts are merged from such blocks
 
 
 class Segment(NamedTuple):
     """A run of texts, with the positions of their tokens sorted by the context before them."""
 
-    text: Tokens
-    """Separators included."""
+    text: Tokens  # separators included
     order: Tokens
-    following: Tokens
-    """The token at each of these positions, so that counting what follows a context reads neighbours."""
+    following: Tokens  # the token at each of these positions, so that counting what follows a context reads neighbours
     row: list[int]
     """Addresses of the three arrays, number of tokens and number of positions; valid as long as the segment is."""
 
@@ -253,8 +247,7 @@ class SuffixIndex:
                 pass
 
 
-Pieces = Generator[int, None, T]
-"""Work that is done in pieces: yields the number of positions that a piece has handled."""
+Pieces = Generator[int, None, T]  # work that is done in pieces: yields the number of positions that a piece has handled
 
 
 def sorted_by_context(text: Tokens) -> Pieces[Tokens]:

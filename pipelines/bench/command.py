@@ -30,8 +30,7 @@ DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: 
 LEARNING_BATCHES = 4
 """Batches of each size in which an adaptive arm learns what its draft lengths cost, before any counts."""
 
-GPU_SHARE = 0.9
-"""Share of a GPU's memory for all engines together."""
+GPU_SHARE = 0.9  # share of a GPU's memory for all engines together
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class Bench:
     options: argparse.Namespace
     arms: list[Arm]
     setup: engines.EngineSetup
-    cost: Table = field(default_factory=dict)
-    """What the simulator needs to know of the engine, see `roofline`."""
+    cost: Table = field(default_factory=dict)  # what the simulator needs to know of the engine, see `roofline`
 
     def requests(self, batch: int, round_: int, group: int) -> list[RolloutRequest]:
         """One batch: the same prompts and lengths for all arms of a round, and new prompts in each round by default.

@@ -22,8 +22,7 @@ from drafters.files import write_json
 from pipelines.engines import EngineSetup, headline
 from pipelines.page.page import Section, write_page
 
-StepTime = Callable[[int, int], float] | None
-"""Milliseconds of a decode step by draft length and batch size."""
+StepTime = Callable[[int, int], float] | None  # milliseconds of a decode step by draft length and batch size
 ADAPTIVE = "adaptive"
 METHODS = ("none", "suffix", "greedy", "probabilistic", ADAPTIVE, "adaptive-suffix")
 
@@ -31,8 +30,7 @@ METHODS = ("none", "suffix", "greedy", "probabilistic", ADAPTIVE, "adaptive-suff
 @dataclass(frozen=True)
 class Arm:
     method: str
-    num_speculative_tokens: int
-    """Draft tokens per verification step; the maximum for an adaptive arm."""
+    num_speculative_tokens: int  # draft tokens per verification step; the maximum for an adaptive arm
 
     @property
     def adapts(self) -> bool:
@@ -74,17 +72,13 @@ class Turn:
     arm: str
     batch: int
     round: int
-    num_tokens: int
-    """Tokens decoded, without the first of each response, which comes from prefilling the prompt."""
+    num_tokens: int  # tokens decoded, without the first of each response, which comes from prefilling the prompt
     timed_tokens: int
     seconds: float
     """What decoding timed_tokens took: while the whole batch runs, or all of it if responses end one after another."""
-    num_drafts: int = 0
-    """Verification steps with draft tokens, summed over requests."""
-    accepted_per_position: tuple[int, ...] = ()
-    """Verification steps that accepted a draft position and all before it."""
-    k: int | None = None
-    """Draft length of a drafter; None where the engine chooses it or drafts from history."""
+    num_drafts: int = 0  # verification steps with draft tokens, summed over requests
+    accepted_per_position: tuple[int, ...] = ()  # verification steps that accepted a draft position and all before it
+    k: int | None = None  # draft length of a drafter; None where the engine chooses it or drafts from history
     step_ms: float | None = None
     """Mean milliseconds of a decode step of the whole batch; None if responses end one after another."""
 

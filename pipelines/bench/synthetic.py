@@ -31,12 +31,9 @@ from drafters.files import CONFIG, WEIGHTS, read_object, write_json
 from pipelines.engines import EngineSetup, rollout_config
 from pipelines.plan import BYTES, GIB, policy_on_meta
 
-PREFILL_TOKENS = 16_384
-"""Most prompt tokens of a step; the prompts of larger batches take several."""
-SHARE = 0.9
-"""Share of a GPU's memory for weights, keys and values, and of shared memory for a policy's file."""
-REPEATS = 3
-"""Calls with the tap, calls without it, and swaps of the drafter, of which the median counts."""
+PREFILL_TOKENS = 16_384  # most prompt tokens of a step; the prompts of larger batches take several
+SHARE = 0.9  # share of a GPU's memory for weights, keys and values, and of shared memory for a policy's file
+REPEATS = 3  # calls with the tap, calls without it, and swaps of the drafter, of which the median counts
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6,

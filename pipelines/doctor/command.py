@@ -31,8 +31,7 @@ class Check:
     name: str
     status: Literal["pass", "fail", "not applicable"]
     found: str
-    remedy: str
-    """What to do about a failure, in a sentence; empty for all others."""
+    remedy: str  # what to do about a failure, in a sentence; empty for all others
     seconds: float
 
     def __str__(self) -> str:

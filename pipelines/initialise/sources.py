@@ -25,8 +25,7 @@ class StoredRollout:
     prompt_id: str
     sample_index: int
     prompt_token_ids: list[int]
-    token_ids: list[int]
-    """The response, including the end-of-sequence token when there is one."""
+    token_ids: list[int]  # the response, including the end-of-sequence token when there is one
 
     @property
     def sequence(self) -> tuple[list[int], int]:

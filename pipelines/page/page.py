@@ -21,20 +21,17 @@ from matplotlib.ticker import MaxNLocator
 
 HTML = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
-REPORT = "report"
-"""Folder of a report inside that of its run or study."""
+REPORT = "report"  # folder of a report inside that of its run or study
 
 MARKERS = ("o", "s", "D", "v", "P", "X", "<")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1)), (0, (1, 3)))
-MOST_LINES = len(MARKERS)
-"""Maximum number of lines that can be told apart in one figure."""
+MOST_LINES = len(MARKERS)  # maximum number of lines that can be told apart in one figure
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "grid.color": "#d9dee5", "legend.frameon": False, "legend.handlelength": 3.4,
     "axes.prop_cycle": cycler(color=color_sequences["Dark2"][:7]) + cycler(linestyle=DASHES) + cycler(marker=MARKERS),
 }  # fmt: skip
-WIDTH = 4.6
-"""Inches. At this width, text of 10 points can still be read when a phone shrinks the figure."""
+WIDTH = 4.6  # inches. At this width, text of 10 points can still be read when a phone shrinks the figure.
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from cotrain.simulation.system import System, load_system
 LEAST_STEPS, LEAST_DRAFTS, MOST_RESPONSES = 8, 200, 1000
 """Engine steps per cell, and verification steps per depth, that are more than noise; about as many responses are simulated."""
 
-BOUND = 0.10
-"""Largest relative error allowed in predicting the generation of half of a run's steps from the others."""
+BOUND = 0.10  # largest relative error allowed in predicting the generation of half of a run's steps from the others
 
 FIELDS = {"k": "drafter.k", "num_speculative_tokens": "drafter.k", "max_num_seqs": "system.max_num_seqs"}
 FIELDS |= {"num_engines": "system.engines", "lag": "system.lag", "max_policy_lag": "system.lag"}

@@ -26,8 +26,7 @@ Distributions = Callable[[Rollout, SamplingParams], Draws]
 
 DRAFT_VOCABULARY = "draft vocabulary"
 SECONDS_BETWEEN_SWAPS = 0.05
-PERTURBATION = 0.5
-"""Noise on the drafter that takes turns with the real one, in standard deviations of each matrix."""
+PERTURBATION = 0.5  # noise on the drafter that takes turns with the real one, in standard deviations of each matrix
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,12 @@ class Plan:
 
     settings: Sequence[Setting]
     prompts: list[list[int]]
-    num_speculative_tokens: int
-    """The longest draft."""
+    num_speculative_tokens: int  # the longest draft
     response_tokens: int
-    tokens: int
-    """Minimum number of response tokens for each sampled setting."""
+    tokens: int  # minimum number of response tokens for each sampled setting
     dtype: str
     seed: int
-    alpha: float
-    """False-alarm rate of all checks together."""
+    alpha: float  # false-alarm rate of all checks together
 
 
 def target_distributions(model: Any, draft_vocabulary: Sequence[int] | None, dtype: str) -> Distributions:

@@ -14,8 +14,7 @@ class Breaker:
     """Calls the hooks of one engine, and counts what they raise."""
 
     def __init__(self) -> None:
-        self.failures: Counter[str] = Counter()
-        """Number of failed calls by name of the hook."""
+        self.failures: Counter[str] = Counter()  # number of failed calls by name of the hook
 
     @property
     def off(self) -> list[str]:

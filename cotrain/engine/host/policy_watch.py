@@ -20,8 +20,7 @@ from cotrain.engine.interface import wrap
 from cotrain.weights.payload import write_payload
 
 KEPT_VERSIONS = 2
-MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4
-"""About how many elements of each matrix and each vector are compared."""
+MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4  # about how many elements of each matrix and each vector are compared
 UPDATES = ("finish_weight_update", "reload_weights", "wake_up")
 """Methods of vLLM's worker after which it may serve other weights."""
 
@@ -34,8 +33,7 @@ class PolicyWatch:
         self._worker, self._folder = worker, folder
         self._model: nn.Module = worker.model_runner.get_model()
         self._in_update = self._opened = False
-        self.is_dirty = False
-        """Whether the weights that are served may differ from those of `version`."""
+        self.is_dirty = False  # whether the weights that are served may differ from those of `version`
         self.version = -1
         self.count()
         self._waits = worker.vllm_config.load_config.load_format != "dummy"  # else there are no weights as yet
@@ -85,8 +83,7 @@ class PolicyWatch:
     def count(self) -> None:
         """Count a new version: the weights that are served now."""
         self.version, self._known, self._waits, self.is_dirty = self.version + 1, self._elements(), True, False
-        self.is_written = False
-        """Whether embedding and head of `version` are written."""
+        self.is_written = False  # whether embedding and head of `version` are written
 
     def write(self) -> None:
         """Write embedding and head of `version` if that was not tried before. A full disk leaves them out."""

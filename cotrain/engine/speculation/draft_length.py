@@ -23,14 +23,11 @@ PROBE_STEPS = 64
 class Step(NamedTuple):
     """One engine step, as the scheduler saw it."""
 
-    num_speculative_tokens: int
-    """Tokens drafted for each request at the end of the step."""
+    num_speculative_tokens: int  # tokens drafted for each request at the end of the step
     batch: int
     computes_prompts: bool
-    drafts: Sequence[tuple[int, int]]
-    """(verified draft tokens, accepted ones) of each request that had drafts."""
-    num_tokens: int
-    """Number of tokens that the step generated."""
+    drafts: Sequence[tuple[int, int]]  # (verified draft tokens, accepted ones) of each request that had drafts
+    num_tokens: int  # number of tokens that the step generated
 
     @property
     def steady(self) -> bool:
@@ -43,10 +40,8 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """What HistoryDrafting has to know of a step, to choose the length of each request."""
 
-    ratios: list[float] | None = None
-    """t_k / t_0 [K+1] at this batch size. None while the length is fixed."""
-    probes: bool = False
-    """Whether requests draft a token more than would be chosen, whether it pays or not."""
+    ratios: list[float] | None = None  # t_k / t_0 [K+1] at this batch size. None while the length is fixed.
+    probes: bool = False  # whether requests draft a token more than would be chosen, whether it pays or not
 
 
 @dataclass
@@ -56,8 +51,7 @@ class Sums:
     without: Array
     """[max_batch] what the tokens generated at a batch size would have taken without speculation, in seconds."""
     seconds: float = 0.0
-    longest_draft: int = 0
-    """Both as in GainReport."""
+    longest_draft: int = 0  # both as in GainReport
     totals: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """(draft length, batch size, kind) -> number, tokens and seconds of engine steps, see StepTotal."""
 

@@ -26,16 +26,14 @@ An unknown drafter is tried wherever an acceptance of one half would pay."""
 DEEPER_DRAFTS = 4.0
 """A deeper position is assumed to be like the one before it; this is the number of drafts that the assumption counts for."""
 
-EXPECTED_DRAFTS = 100.0
-"""Number of drafts that the trainer's expectation of a new drafter counts for."""
+EXPECTED_DRAFTS = 100.0  # number of drafts that the trainer's expectation of a new drafter counts for
 
 
 class Choice(NamedTuple):
     """A draft length for one request."""
 
     length: int
-    tokens: float
-    """Expected tokens of a step."""
+    tokens: float  # expected tokens of a step
 
 
 class ServedAcceptance:

@@ -26,8 +26,7 @@ USUAL_COST, COST_ERROR, BATCH_ERROR = 0.12, 0.25, 0.5
 """Assumed before any step: log t_k / t_0 for each draft token, its standard deviation, and that of log t_0 from one measured batch
 size to the next."""
 
-SIZES_ALIKE = 0.5
-"""Assumed correlation of t_k / t_0 at neighbouring sizes."""
+SIZES_ALIKE = 0.5  # assumed correlation of t_k / t_0 at neighbouring sizes
 
 FIRST_DRAFT_SHARE = 0.5
 """Share of t_1 / t_0 - 1 that a batch pays as soon as any of its requests drafts. With 16 requests on two cores a step took 1.26

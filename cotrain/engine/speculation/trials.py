@@ -7,14 +7,11 @@ from cotrain.engine.speculation.step_costs import Array
 BLOCK_STEPS = 5
 """Successive steps of one draft length. The first still verifies drafts of the length before, so the times of 4 are of one length."""
 
-UNSURE = 0.1
-"""Standard error of log t_k / t_0 above which a length is tried at once, if it could be the fastest."""
+UNSURE = 0.1  # standard error of log t_k / t_0 above which a length is tried at once, if it could be the fastest
 
-TRIAL_SHARE = 0.01
-"""Share of the decoding time that trials of lengths which seem slower may take."""
+TRIAL_SHARE = 0.01  # share of the decoding time that trials of lengths which seem slower may take
 
-LEAST_LOSS = 0.05
-"""What a step of a trial costs at least, in steps of the chosen length."""
+LEAST_LOSS = 0.05  # what a step of a trial costs at least, in steps of the chosen length
 
 
 class Trials:
