@@ -185,10 +185,6 @@ class GainReport:
         """Decoding speed against no speculation; 1.0 without any steps."""
         return self.seconds_without / self.seconds if self.seconds else 1.0
 
-    def metrics(self) -> dict[str, float]:
-        """Return rollout/... metrics."""
-        return {"rollout/speedup_vs_no_speculation": self.speedup_vs_no_speculation}
-
 
 class StepTotal(NamedTuple):
     """Engine steps of one kind, added up."""

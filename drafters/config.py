@@ -17,16 +17,12 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Base of the configuration of each kind of drafter."""
 
-    num_aux_layers: ClassVar[int] = 0
-    """Target layers whose hidden states are tapped in addition to the final hidden state."""
     first_weights: ClassVar[str] = "random init"
     """Where a new drafter's weights come from, unless the policy's checkpoint brings an MTP head."""
 
 
 class Eagle3Config(ModelSection):
     """EAGLE-3: one Llama-style layer over hidden states of three target layers."""
-
-    num_aux_layers: ClassVar[int] = 3
 
     type: Literal["eagle3"]
     """Kind of drafter."""

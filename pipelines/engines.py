@@ -11,7 +11,6 @@ from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import DatasetTask, HistoryConfig, ReasoningGymTask, RolloutConfig, default_run_root
@@ -20,7 +19,7 @@ from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
 from cotrain.models.loading import resolve_model, serving_problems
 from cotrain.process import threads
-from cotrain.process.children import engine_output_to
+from cotrain.process.children import engine_output_to, environment
 from cotrain.process.cluster import temporary_files
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stopping import descendants, remove_files_of, stop_at_once
@@ -179,7 +178,7 @@ async def one_engine(setup: EngineSetup, seed: int, num_threads: int) -> AsyncIt
     """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory."""
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
     others = descendants()
-    with scratch_folder("engine") as scratch, patch.dict(os.environ, temporary_files(scratch)):
+    with scratch_folder("engine") as scratch, environment(temporary_files(scratch)):
         spec = EngineSpec(
             rollout=setup.rollout,
             model_path=str(setup.model),

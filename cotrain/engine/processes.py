@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
-from unittest.mock import patch
 
 from cotrain.config.lossless_guard import MODEL_RUNNER, environment_problems, model_runner_problems
 from cotrain.engine.arguments import EngineSpec, engine_arguments, scheduler_for
 from cotrain.engine.engine_death import death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.worker import EngineWorker
+from cotrain.process.children import environment
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ class EngineProcesses:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with patch.dict(os.environ, model_runner(self.spec)):
+        with environment(model_runner(self.spec)):
             config = AsyncEngineArgs(**engine_arguments(self.spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
             scheduling = config.scheduler_config
             scheduling.scheduler_cls = scheduler_for(bool(scheduling.async_scheduling))

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from cotrain.acceptance_stats import total_counts
 from cotrain.loop.roles import Roles
@@ -55,7 +56,8 @@ class Windows:
         """
         if not self._batches:
             return StepWindow()
-        batch = merge(self._brought([batch for _, batch in sorted(self._batches, key=_place)]))
+        # Batches of one place stay in the order in which they ended.
+        batch = merge(self._brought([batch for _, batch in sorted(self._batches, key=itemgetter(0))]))
         self._batches.clear()
         seen = self._roles.engines.take_windows()
         gains = [window.gain for window in seen.values() if window.gain is not None]
@@ -87,11 +89,6 @@ class Windows:
         except RunFailure:
             self.lost_features += int(batch.feature_stats["num_rollouts"])
             return replace(batch, features=[], feature_stats={})
-
-
-def _place(batch: tuple[tuple[int, int], RolloutBatch]) -> tuple[int, int]:
-    """The key by which batches are sorted: engine and place. Those of one place stay in the order in which they ended."""
-    return batch[0]
 
 
 def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -34,9 +34,7 @@ from cotrain.weights.payload import save_tensors, write_tensors
 from drafters.base import SamplingParams
 from drafters.files import CONFIG, GENERATION_CONFIG, WEIGHTS
 
-if (
-    TYPE_CHECKING
-):  # transformers' models take three seconds to import, also in the controller, which only calls this class
+if TYPE_CHECKING:  # transformers' models take seconds to import, also in the controller, which only calls this class
     from transformers import PreTrainedModel
 
 LEARNER_STATE = "learner.pt"
@@ -230,9 +228,8 @@ class PolicyLearner:
         from cotrain.engine import policy_sender
 
         model, dtype = self._policy.model, getattr(torch, self._rollout.dtype)
-        source = policy_sender.PolicySource(
-            sharding.layout(model, dtype), partial(sharding.whole_tensors, model, dtype)
-        )
+        whole = partial(sharding.whole_tensors, model, dtype)
+        source = policy_sender.PolicySource(sharding.layout(model, dtype), whole)
         rank, backend = self._accelerator.process_index, self._config.weight_transfer
         self._sender = policy_sender.connect(backend, rank, source, client, num_workers, address, port)
 

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from cotrain.config.schema import RunConfig, default_run_root
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.config.surroundings import can_write
+from cotrain.process.children import environment
 from cotrain.process.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ def check_uri(uri: str) -> None:
 def connect(uri: str) -> "MlflowClient":
     """Return a client of a store that answers. Creating an sqlite file takes seconds. Raises ValueError as check_uri does."""
     check_uri(uri)
-    database, before = sqlite_file(uri), os.environ.get(URI_VARIABLE)
-    if database:
+    if database := sqlite_file(uri):
         database.parent.mkdir(parents=True, exist_ok=True)
     import mlflow
 
@@ -95,10 +95,8 @@ def connect(uri: str) -> "MlflowClient":
     # This logger writes pages of traceback for an error that is raised as well, for example when the disk is full.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # Registering a logged model looks it up in the store of the process, not in that of the client.
-    mlflow.set_tracking_uri(uri)
-    # MLflow has changed the variable too, but processes that this one starts may have other stores.
-    os.environ.pop(URI_VARIABLE, None)
-    os.environ.update({URI_VARIABLE: before} if before else {})
+    with environment({}):  # MLflow sets the variable too, but processes that this one starts may have other stores
+        mlflow.set_tracking_uri(uri)
     try:
         if database and not database.exists():
             _create(database)

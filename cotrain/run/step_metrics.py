@@ -34,7 +34,8 @@ def rollout_metrics(
             metrics[f"rollout/acceptance_length_{name}"] = counts.acceptance_length
     if window.seconds:
         metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
-    metrics |= {} if window.gain is None else window.gain.metrics()
+    if window.gain is not None:
+        metrics["rollout/speedup_vs_no_speculation"] = window.gain.speedup_vs_no_speculation
     if stats := window.feature_stats:
         tapped = stats["num_tokens"] or 1
         metrics |= {

@@ -35,9 +35,7 @@ def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen
         raise RunFailure(f"spool: another trainer uses {spool}; stop it, or choose another folder or name")
     trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        while not Spool(
-            spool
-        ).is_alive():  # it may have to fetch the first drafter, and to read the weights from a slow disk
+        while not Spool(spool).is_alive():  # it may have to fetch the first drafter, and read from a slow disk
             if trainer.poll() is not None:
                 raise RunFailure("the drafter's trainer has ended before it was ready; it says why above")
             time.sleep(0.1)

@@ -16,16 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cotrain.weights.payload import header
 from drafters.base import SamplingParams
 
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
 """Fields of FeatureRecord that have one row for each token. A shard stores the others as JSON."""
 
-
-DTYPES = {torch.int64: "I64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
-"""The names that the format of safetensors has for the types of ROWS."""
-
-ROWS_AT_ONCE = 64  # rows that are written at once
+ROWS_AT_ONCE = 64  # that are written
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,19 +85,13 @@ def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
     """
     tensors = {f"{i}.{name}": getattr(record, name) for name in ROWS for i, record in enumerate(records)}
     others = [{f.name: getattr(record, f.name) for f in fields(record) if f.name not in ROWS} for record in records]
-    header: dict[str, Any] = {"__metadata__": {"cotrain": json.dumps(others, default=asdict)}}
-    end = 0
-    for name, tensor in tensors.items():  # by field, with masks last, so that no tensor begins at an odd byte
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    metadata = {"cotrain": json.dumps(others, default=asdict)}
     with open(path, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        # By field, with masks last, so that no tensor begins at an odd byte.
+        file.write(header(layout, [*tensors], metadata)[0])
         for tensor in tensors.values():
-            for part in tensor.split(
-                ROWS_AT_ONCE
-            ):  # a part that lies in rows of another tensor is copied within the cache
+            for part in tensor.split(ROWS_AT_ONCE):  # rows that lie in those of another tensor are copied in the cache
                 file.write(part.contiguous().view(torch.uint8).numpy().data)
 
 

@@ -81,8 +81,8 @@ def _write(
     file: BufferedWriter, layout: Manifest, order: list[str], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, memoryview]]:
     """Write a safetensors file with the tensors in this order. Yields each name and its bytes, once written."""
-    header, places = _header(layout, order)
-    file.write(header)
+    start, places = header(layout, order)
+    file.write(start)
     left = set(layout)
     for name, tensor in tensors:
         assert (tuple(tensor.shape), tensor.dtype) == layout[name], f"{name}: {tensor.shape} {tensor.dtype}"
@@ -96,7 +96,7 @@ def _write(
     assert not left, f"never came: {sorted(left)[:4]}"
 
 
-def _header(layout: Manifest, names: list[str]) -> tuple[bytes, dict[str, int]]:
+def header(layout: Manifest, names: list[str], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file with the tensors in this order, and where in the file each tensor begins."""
     sizes = [torch.Size(layout[name][0]).numel() * layout[name][1].itemsize for name in names]
     spans = dict(zip(names, pairwise(accumulate(sizes, initial=0)), strict=True))
@@ -104,10 +104,9 @@ def _header(layout: Manifest, names: list[str]) -> tuple[bytes, dict[str, int]]:
         name: {"dtype": DTYPES[layout[name][1]], "shape": layout[name][0], "data_offsets": spans[name]}
         for name in names
     }
-    text = json.dumps({"__metadata__": {"format": "pt"}} | fields, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": metadata or {"format": "pt"}} | fields, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + start for name, (start, _) in spans.items()}
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, (start, _) in spans.items()}
 
 
 def read_manifest(folder: str | Path, dtype: torch.dtype, without: Iterable[str] = ()) -> Manifest:

@@ -103,13 +103,8 @@ def _run_study(study: Study) -> int:
     page = write_study_report(study.folder)
     print(f"\n{page.read_text()}\nreport: {page.with_suffix('.html')}")
     failed = sum(run.status == "failed" for run in study.trainings)
-    end = (
-        "stopped; everything finished is saved"
-        if stopped()
-        else f"{failed} runs failed"
-        if failed
-        else "all runs finished"
-    )
+    end = f"{failed} runs failed" if failed else "all runs finished"
+    end = "stopped; everything finished is saved" if stopped() else end
     print(f"{end}, in {duration(time.monotonic() - started)}")
     return 130 if stopped() else bool(failed)
 
