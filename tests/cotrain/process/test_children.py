@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cotrain.process.children import environment
+
 CHAIN = """
 import subprocess, sys, time
 from cotrain.process.children import follow_parent
@@ -100,3 +102,14 @@ print(os.getpgrp() == os.getpid() != os.getppid())
 def test_ctrl_c_reaches_the_controller_alone():
     out = subprocess.run([sys.executable, "-c", IN_A_GROUP_OF_ITS_OWN], capture_output=True, text=True, check=True)
     assert out.stdout == "True\n"
+
+
+def test_environment_is_as_before_whatever_a_library_has_set(monkeypatch):
+    monkeypatch.setenv("COTRAIN_BEFORE", "old")
+    before = dict(os.environ)
+    with pytest.raises(KeyError), environment({"COTRAIN_BEFORE": "new", "COTRAIN_NEW": "1"}):
+        assert (os.environ["COTRAIN_BEFORE"], os.environ["COTRAIN_NEW"]) == ("new", "1")
+        os.environ["COTRAIN_OF_A_LIBRARY"] = "1"
+        del os.environ["COTRAIN_NEW"]
+        raise KeyError
+    assert dict(os.environ) == before
