@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> None:
         head_dim=64,
         intermediate_size=3 * args.hidden,
         rms_norm_eps=1e-6,
-        rope_theta=1e6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         max_position_embeddings=32_768,
     )
     fields = {"type": args.type, "trained_depth": args.depth}

@@ -73,6 +73,13 @@ class Alignment:
         """
         return (self.start_rows + 1 + position).clamp(max=self.num_rows - 1)
 
+    def of_context(self, batch: DraftBatch) -> "Alignment":
+        """Return the same alignment with every context row as a start."""
+        rows = self.context_rows
+        spans = _spans(batch.document_ids[rows], torch.ones_like(rows, dtype=torch.bool))
+        at = torch.arange(len(rows), device=rows.device)
+        return replace(self, start_rows=rows, starts_in_context=at, spans=spans)
+
     def target_rows(self, position: int) -> Tensor:
         """Return the ascending batch rows of the target's distributions, for starts supervised at a draft position."""
         return self.start_rows[self.supervised[position]] + 1 + position

@@ -22,14 +22,16 @@ class ModelSection(Section):
 
 
 class Eagle3Config(ModelSection):
-    """EAGLE-3: one Llama-style layer over hidden states of three target layers."""
+    """EAGLE-3: Llama-style layers over hidden states of some target layers."""
 
     type: Literal["eagle3"]
     """Kind of drafter."""
     draft_vocab_size: PositiveInt | None = None
     """Number of tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary.
     Default: 8192, or the target's vocabulary if that is smaller; a drafter that is loaded keeps its own."""
-    aux_layers: tuple[int, int, int] | None = None
+    num_layers: PositiveInt = 1
+    """Number of decoder layers. Those after the first read the state of the one before alone."""
+    aux_layers: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
     """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
     Default: 2, N//2, N-3 for a target of N layers."""
     trained_depth: PositiveInt = 3

@@ -12,6 +12,9 @@ COPIED = (
 )  # fmt: skip
 """Fields of `TargetSpec` that every config.json has under the same name."""
 
+EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+"""Names that families of models have for the eps of their norms."""
+
 PLAIN: dict[str, object] = {
     "hidden_act": "silu", "is_causal": True, "bias": False, "qkv_bias": False, "qk_norm": False, "logit_scale": 1,
     "layer_scale": False, "attn_output_gate": True, "ada_rms_norm_t_cond": False, "llama_4_scaling": None,
@@ -53,11 +56,9 @@ class TargetSpec:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    rope_theta: float
+    rope_parameters: dict[str, Any]  # whole, as transformers 5 normalises them; of layers with full attention
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()  # at which the engine ends a response; always in the draft vocabulary
-    rope_type: str = "default"
-    partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated
     experts: Experts | None = None  # of layer 0, if it has experts in place of an MLP
     tie_word_embeddings: bool = False  # the embedding is the output head too
     sliding_window: int | None = None  # latest tokens that every layer attends to, and a drafter's too; None: all
@@ -71,7 +72,9 @@ class TargetSpec:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str | Path) -> Self:
-        """Read the contents of `source`/config.json. Raises ValueError naming the field that is missing."""
+        """Read the contents of `source`/config.json, of its text model if it has others. Raises ValueError naming a missing field."""
+        config = config | (config.get("text_config") or {})
+        config["rms_norm_eps"] = next((config[name] for name in EPS if config.get(name) is not None), None)
 
         def required(name: str) -> Any:
             if config.get(name) is None:
@@ -79,18 +82,12 @@ class TargetSpec:
             return config[name]
 
         heads, hidden_size = required("num_attention_heads"), required("hidden_size")
-        # transformers 5 nests all facts about rotary positions; older configs keep two of them at the top level.
-        rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
-        for field in ("rope_scaling", "rope_parameters"):
-            rope |= config.get(field) or {}
         return cls(
             model_type=required("model_type"),
             num_layers=required("num_hidden_layers"),
             num_key_value_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden_size // heads,
-            rope_theta=rope.get("rope_theta") or required("rope_theta"),
-            rope_type=rope.get("rope_type", rope.get("type", "default")),
-            partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+            rope_parameters=_rope_parameters(config),
             experts=_experts(config),
             sliding_window=windows.pop() if len(windows := set(_windows(config))) == 1 else None,
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
@@ -108,11 +105,11 @@ class TargetSpec:
 
     def layer_config(self) -> dict[str, object]:
         """Return the config.json fields that every kind of drafter writes for these sizes."""
-        names = (*COPIED, "num_key_value_heads", "head_dim", "rope_theta")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*COPIED, "num_key_value_heads", "head_dim")},
             "hidden_act": "silu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "rope_parameters": dict(self.rope_parameters),
             "tie_word_embeddings": False,
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
@@ -141,6 +138,35 @@ def _windows(config: dict[str, Any]) -> list[int | None]:
     first = min(config.get("max_window_layers", 28), layers) if qwen else 0
     types = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope parameters of a config.json of any age, those of full attention if they differ by kind of layer."""
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if nested := [value for value in rope.values() if isinstance(value, dict)]:
+        rope = dict(rope.get("full_attention") or nested[0])
+    names = ("rope_theta", "partial_rotary_factor")
+    rope = {name: config[name] for name in names if config.get(name) is not None} | rope
+    kind = rope["rope_type"] = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if kind == "mrope":  # text has three equal positions, with which it is plain rotation
+        rope["rope_type"] = "default"
+    if kind in ("llama3", "yarn", "longrope"):
+        name = "original_max_position_embeddings"
+        rope[name] = config.get(name) or rope.get(name) or config.get("max_position_embeddings")
+    if rope.get("partial_rotary_factor") == 1:
+        del rope["partial_rotary_factor"]
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = _default_theta(config)
+    return rope
+
+
+def _default_theta(config: dict[str, Any]) -> float:
+    from transformers import CONFIG_MAPPING  # takes a second, and nearly every config.json states its base
+
+    known = config.get("model_type") in CONFIG_MAPPING
+    theta = getattr(CONFIG_MAPPING[config["model_type"]], "default_theta", 1e4) if known else 1e4
+    return next(iter(theta.values())) if isinstance(theta, dict) else theta  # the first is that of full attention
 
 
 def _experts(config: dict[str, Any]) -> Experts | None:

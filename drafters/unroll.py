@@ -1,4 +1,4 @@
-"""A decoder layer on packed rows, unrolled from all starts at once over several draft positions, as in serving.
+"""Decoder layers on packed rows, unrolled from all starts at once over several draft positions, as in serving.
 
 At draft position k, a start's query sees the keys of draft position 0 up to its own row, and only its own key of each later
 position. In serving, these are the entries that its verification step has put into the KV cache. So a row needs a causal block
@@ -6,7 +6,7 @@ and k more scores, never a mask of rows x rows(1 + k). A sliding window of W tok
 letters: R rows, H hidden size, D head size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafters.alignment import Alignment, DraftBatch
+from drafters.rotary import inverse_frequencies
 from drafters.target import TargetSpec
 
 
@@ -36,14 +37,17 @@ class Attention(nn.Module):
     gate, whose weights follow those of the head's query in q_proj (Qwen3-Next).
     """
 
-    def __init__(self, sizes: TargetSpec, input_size: int, bias: bool = False, gated: bool = False) -> None:
+    def __init__(
+        self, sizes: TargetSpec, input_size: int, bias: bool = False, output_bias: bool = False, gated: bool = False
+    ) -> None:
         super().__init__()
         heads, size = sizes.num_attention_heads, sizes.head_dim
         self.sizes, self.gated = sizes, gated
         self.q_proj = nn.Linear(input_size, heads * size * (1 + gated), bias=bias)
         self.k_proj = nn.Linear(input_size, sizes.num_key_value_heads * size, bias=bias)
         self.v_proj = nn.Linear(input_size, sizes.num_key_value_heads * size, bias=bias)
-        self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=output_bias)
+        self.angles, self.factor = inverse_frequencies(sizes)  # no buffer: always float32, and in no checkpoint
         if gated:
             self.q_norm, self.k_norm = (ZeroCentredRMSNorm(size, sizes.rms_norm_eps) for _ in range(2))
 
@@ -72,10 +76,9 @@ class Attention(nn.Module):
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate the first `size` dimensions of each head, i with i + size / 2 (the neox layout); the others do not change."""
-        size = int(self.sizes.head_dim * self.sizes.partial_rotary_factor)
-        exponents = torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size
-        angles = (positions[:, None].float() * self.sizes.rope_theta**-exponents)[:, None]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        self.angles = self.angles.to(x.device)
+        size, angles = 2 * len(self.angles), (positions[:, None].float() * self.angles)[:, None]
+        cos, sin = ((self.factor * wave).to(x.dtype) for wave in (angles.cos(), angles.sin()))
         first, second = x[..., :size].chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., size:]], dim=-1)
 
@@ -122,7 +125,7 @@ MAX_STARTS = 2048
 
 def unroll(
     fuse: Callable[[Tensor], Tensor],
-    layer: DraftLayer,
+    layers: Sequence[DraftLayer],
     norm: Callable[[Tensor], Tensor],
     features: Tensor,
     batch: DraftBatch,
@@ -133,50 +136,63 @@ def unroll(
     """Return the states [S, H] that the head reads for each start, one tensor for each draft position.
 
     fuse: maps rows of features [N, F], the target's hidden states, to the first hidden state [R, H]. Every position is
-    fed the true token (teacher forcing) and, after the first, the layer's own output of the position before: with
-    recycles_normed after the final norm, otherwise before it.
+    fed the true token (teacher forcing) and, after the first, the last layer's own output of the position before: with
+    recycles_normed after the final norm, otherwise before it. Layers but the last compute draft position 0 for all
+    context rows, whose keys and values the next layer needs.
     """
-    dtype, window = layer.self_attn.o_proj.weight.dtype, layer.self_attn.sizes.sliding_window or WHOLE_TEXT
-    start_positions = batch.positions[alignment.start_rows]
+    first, last, rows = layers[0].self_attn, layers[-1], alignment.context_rows
+    dtype, window = first.o_proj.weight.dtype, first.sizes.sliding_window or WHOLE_TEXT
     order = batch.document_ids * 2 * WHOLE_TEXT + batch.positions  # rises from row to row
-    context_order, start_order = order[alignment.context_rows], order[alignment.start_rows]
 
     def embed(rows: Tensor) -> Tensor:
         return embedding.detach()[batch.token_ids[rows]].to(dtype)
 
-    def read_context(features: Tensor) -> tuple[Tensor, ...]:
-        hidden, positions = fuse(features), batch.positions[alignment.context_rows]
-        x, _ = layer.attention_input(embed(alignment.context_rows + 1), hidden, positions)
-        return hidden[alignment.starts_in_context], *layer.self_attn.keys_and_values(x, positions)
+    def read_context(layer: DraftLayer, states: Tensor) -> tuple[Tensor, ...]:
+        """Return the hidden states that `run` starts with, and keys and values of all context rows."""
+        hidden, positions = fuse(states) if layer is layers[0] else states, batch.positions[rows]
+        x, _ = layer.attention_input(embed(rows + 1), hidden, positions)
+        starts = hidden[alignment.starts_in_context] if layer is last else hidden
+        return starts, *layer.self_attn.keys_and_values(x, positions)
 
     def draft(
-        position: int, starts: slice, hidden: Tensor, context: tuple[Tensor, Tensor], *own: Tensor
-    ) -> tuple[Tensor, ...]:
-        positions = start_positions[starts] + position
-        x, residual = layer.attention_input(embed(alignment.input_rows(position)[starts]), hidden, positions)
+        layer: DraftLayer, position: int, of: Alignment, starts: slice, hidden: Tensor, context: list[Tensor],
+        *own: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        positions = batch.positions[of.start_rows[starts]] + position
+        x, residual = layer.attention_input(embed(of.input_rows(position)[starts]), hidden, positions)
         # At draft position 0 a start's own key is the last one it sees of the context.
         own = own + layer.self_attn.keys_and_values(x, positions) if position else ()
         queries = layer.self_attn.queries(x, positions)
-        first_seen = torch.searchsorted(context_order, start_order[starts] + position + 1 - window)
+        first_seen = torch.searchsorted(order[rows], order[of.start_rows[starts]] + position + 1 - window)
         own_keys, own_values = own[::2][-window:], own[1::2][-window:]
-        attended = attend(queries, *context, own_keys, own_values, alignment, starts, first_seen)
+        attended = attend(queries, *context, own_keys, own_values, of, starts, first_seen)
         hidden = layer.finish(attended, residual, x)
-        normed = norm(hidden)
+        normed = norm(hidden) if layer is last else hidden
         return normed if recycles_normed else hidden, normed, *own[-2:]
 
-    hidden, *context = _recomputed(read_context, features[alignment.context_rows].to(dtype))
-    num_starts = len(start_positions)
-    # Without any start, one empty chunk keeps the shapes.
-    chunks = [slice(at, min(at + MAX_STARTS, num_starts)) for at in range(0, max(num_starts, 1), MAX_STARTS)]
-    outputs: list[Tensor] = []
-    own: list[Tensor] = []
-    for position in range(len(alignment.supervised)):
+    def run(
+        layer: DraftLayer, position: int, of: Alignment, hidden: Tensor, context: list[Tensor], own: list[Tensor]
+    ) -> Iterator[Tensor]:
+        # Without any start, one empty chunk keeps the shapes.
+        chunks = [slice(at, at + MAX_STARTS) for at in range(0, max(len(hidden), 1), MAX_STARTS)]
         parts = [
-            _recomputed(draft, position, starts, hidden[starts], context, *(tensor[starts] for tensor in own))
-            for starts in chunks
+            _recomputed(draft, layer, position, of, s, hidden[s], context, *(tensor[s] for tensor in own))
+            for s in chunks
         ]
-        hidden, normed, *own_here = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        own += own_here
+        return (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+    hidden, contexts = features[rows].to(dtype), []
+    for layer in layers:
+        hidden, *context = _recomputed(read_context, layer, hidden)
+        contexts.append(context)
+        if layer is not last:
+            hidden, _ = run(layer, 0, alignment.of_context(batch), hidden, context, [])
+    outputs: list[Tensor] = []
+    own: list[list[Tensor]] = [[] for _ in layers]
+    for position in range(len(alignment.supervised)):
+        for layer, context, kept in list(zip(layers, contexts, own, strict=True))[0 if position else -1 :]:
+            hidden, normed, *own_here = run(layer, position, alignment, hidden, context, kept)
+            kept += own_here
         outputs.append(normed)
     return outputs
 

@@ -110,8 +110,9 @@ def _unsupported(sizes: TargetSpec) -> str | None:
     """Say why a model of these sizes cannot be trained as a draft model; None when it can."""
     if sizes.model_type not in FAMILIES:
         return f"a draft model of model_type {sizes.model_type} cannot be trained ({', '.join(FAMILIES)} can)"
-    if sizes.rope_type != "default" or sizes.partial_rotary_factor != 1:
-        return f'only rope_type "default" over whole heads can be trained, not {sizes.rope_type!r}'
+    rope = sizes.rope_parameters
+    if rope["rope_type"] != "default" or "partial_rotary_factor" in rope:
+        return f'only rope_type "default" over whole heads can be trained, not {rope["rope_type"]!r}'
     return None
 
 

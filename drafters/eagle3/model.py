@@ -1,11 +1,11 @@
-"""The EAGLE-3 drafter: fc over aux hidden states, one Llama decoder layer, final norm, head over a draft vocabulary.
+"""The EAGLE-3 drafter: fc over aux hidden states, Llama decoder layers, final norm, head over a draft vocabulary.
 
 Tensor names are those of its checkpoint. The target's embedding and head are borrowed for each loss, never kept.
 
 The checkpoint folder is in the one format that vLLM, SGLang and speculators all load. config.json is a flat Llama config with
 the fields of vLLM and SGLang, and the fields of speculators beside them. Layer ids are written in both of the conventions in use:
 vLLM and speculators read the top-level ids, where id k is the state after k layers. SGLang reads the ids under eagle_config,
-where id k is the output of layer k; they are one less. Tensors are named layers.0.*; the older name midlayer.* is read too.
+where id k is the output of layer k; they are one less, and are read where there are no others. Tensors are named layers.0.*; the older name midlayer.* is read too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,45 +20,56 @@ from drafters.alignment import Alignment, DraftBatch
 from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import Eagle3Config
 from drafters.files import read_config
+from drafters.rotary import BY_LENGTH, inverse_frequencies
 from drafters.target import other_values
 from drafters.unroll import MLP, Attention, DraftLayer, unroll
 
 SUPPORTED: dict[str, object] = {
-    "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "logit_scale": 1, "is_causal": True,
-    "quantization_config": None,
-    **dict.fromkeys(("norm_before_fc", "norm_output", "attention_bias", "mlp_bias", "bias", "qkv_bias"), False),
+    "hidden_act": "silu", "logit_scale": 1, "is_causal": True, "quantization_config": None,
+    **dict.fromkeys(("mlp_bias", "bias", "qkv_bias"), False),
 }  # fmt: skip
 """Fields that vLLM reads of a drafter's config.json, with the only value that this drafter implements."""
 
+MODEL_TYPES = ("llama", "phi3", "qwen2")
+"""Those with which vLLM builds the same layers from the same fields."""
+
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-NESTED: dict[str, object] = {"use_aux_hidden_state": True, "norm_before_fc": False}
-"""The same for fields of eagle_config."""
+NESTED: dict[str, object] = {"use_aux_hidden_state": True}
+"""The same as `SUPPORTED`, for fields of eagle_config."""
+
+
+FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 
 @dataclass(frozen=True)
 class Eagle3Shape(Shape):
-    """Shape of an EAGLE-3 drafter. In `sizes`, attention heads, MLP width, RoPE and positions are the drafter's own."""
+    """Shape of an EAGLE-3 drafter. In `sizes`, layers, attention, MLP width, RoPE and positions are the drafter's own."""
 
     draft_vocab_size: int
     aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
-    fc_norm: bool
-    norm_before_residual: bool
+    fc_norm: bool = True  # a norm for each aux layer
+    norm_before_fc: bool = False  # one norm over all of them
+    norm_before_residual: bool = False
+    norm_output: bool = False  # what is fed back has passed the final norm
 
 
 class DecoderLayer(DraftLayer):
-    """The layer of vLLM's llama_eagle3.py: attention reads the normed embedding and hidden state side by side."""
+    """A layer of vLLM's llama_eagle3.py. The first reads the normed embedding and hidden state side by side, the others a Llama's input."""
 
-    def __init__(self, shape: Eagle3Shape) -> None:
+    def __init__(self, shape: Eagle3Shape, is_first: bool) -> None:
         super().__init__()
-        size, eps = shape.sizes.hidden_size, shape.sizes.rms_norm_eps
+        size, eps, bias = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, shape.sizes.attention_bias
+        self.is_first, self.norm_before_residual = is_first, shape.norm_before_residual
         self.input_layernorm = nn.RMSNorm(size, eps)
-        self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(shape.sizes, input_size=2 * size)
+        if is_first:
+            self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = Attention(shape.sizes, size * (1 + is_first), bias=bias, output_bias=bias)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = MLP(size, shape.sizes.intermediate_size)
-        self.norm_before_residual = shape.norm_before_residual
 
     def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_first:
+            return self.input_layernorm(hidden), hidden
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return x, normed if self.norm_before_residual else hidden
@@ -74,10 +85,12 @@ class Eagle3Drafter(Drafter):
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
         size, eps, num_layers = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, len(shape.aux_layers)
+        if shape.norm_before_fc:
+            self.input_norm = nn.RMSNorm(num_layers * size, eps)
         if shape.fc_norm:
             self.fc_norm = nn.ModuleList([nn.RMSNorm(size, eps) for _ in range(num_layers)])
         self.fc = nn.Linear(num_layers * size, size, bias=False)
-        self.layers = nn.ModuleList([DecoderLayer(shape)])
+        self.layers = nn.ModuleList([DecoderLayer(shape, number == 0) for number in range(shape.sizes.num_layers)])
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
         # vLLM has no map to load when the vocabularies are the same.
@@ -93,14 +106,15 @@ class Eagle3Drafter(Drafter):
         if draft_vocab_size > target.vocab_size:
             more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
             raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
-        return Eagle3Shape(
-            sizes=replace(target, partial_rotary_factor=1.0),
-            trained_depth=config.trained_depth,
-            draft_vocab_size=draft_vocab_size,
-            aux_layers=check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers"),
-            fc_norm=True,
-            norm_before_residual=False,
+        rope = target.rope_parameters
+        if rope["rope_type"] in BY_LENGTH:  # a drafter's rotation need not be its target's
+            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        sizes = replace(
+            target, num_layers=config.num_layers, rope_parameters=rope, attention_bias=False, mlp_bias=False
         )
+        inverse_frequencies(sizes)
+        aux_layers = check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
+        return Eagle3Shape(sizes, config.trained_depth, draft_vocab_size, aux_layers)
 
     @staticmethod
     def read(
@@ -120,35 +134,36 @@ class Eagle3Drafter(Drafter):
             raise ValueError(f"{folder}/config.json does not say how many draft positions were trained; {fix}")
         slides = "sliding_attention" in (config.get("layer_types") or ())
         window = config["sliding_window"] if slides else target.sliding_window
+        nested = config.get("eagle_config") or {}
+        aux_layers = config.get(AUX_LAYERS) or [layer + 1 for layer in nested.get(AUX_LAYERS) or ()] or None
         shape = Eagle3Shape(
             sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=window),
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
-            aux_layers=check_aux_layers(config.get(AUX_LAYERS), target, f"{folder}/config.json"),
-            fc_norm=bool(config.get("fc_norm")),
-            norm_before_residual=bool(config.get("norm_before_residual")),
+            aux_layers=check_aux_layers(aux_layers, target, f"{folder}/config.json"),
+            **{name: bool((config | nested if name == "norm_before_fc" else config).get(name)) for name in FLAGS},
         )
         tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in read_tensors(folder).items()}
-        tensors.pop("embed_tokens.weight", None)  # the target's, at the newest policy version, is used
+        # The target's embedding, at the newest policy version, is used; and vLLM's layers after the first have a norm without use.
+        unused = ["embed_tokens.weight", *(f"layers.{n}.hidden_norm.weight" for n in range(1, sizes.num_layers))]
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
         return shape, tensors
 
     @staticmethod
     def to_config(shape: Eagle3Shape) -> dict[str, object]:
-        own = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
-        slides = {} if shape.sizes.sliding_window is None else {"layer_types": ["sliding_attention"]}
-        llama = shape.sizes.layer_config() | own | slides
+        sizes = shape.sizes
+        own = {"model_type": "llama", "num_hidden_layers": sizes.num_layers, "attention_bias": sizes.attention_bias}
+        slides = {} if sizes.sliding_window is None else {"layer_types": ["sliding_attention"] * sizes.num_layers}
+        llama = sizes.layer_config() | own | {"mlp_bias": False} | slides
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **llama,
             "draft_vocab_size": shape.draft_vocab_size,
-            "target_hidden_size": shape.sizes.hidden_size,
+            "target_hidden_size": sizes.hidden_size,
             AUX_LAYERS: list(shape.aux_layers),
             "eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in shape.aux_layers]},
             # Always written out: the defaults of a missing flag differ between vLLM's two config readers.
-            "norm_before_residual": shape.norm_before_residual,
-            "norm_before_fc": False,
-            "fc_norm": shape.fc_norm,
-            "norm_output": False,
+            **{name: getattr(shape, name) for name in FLAGS},
             "speculators_model_type": "eagle3",
             "speculators_version": "0.9.0",
             "speculators_config": {
@@ -170,6 +185,8 @@ class Eagle3Drafter(Drafter):
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """Return the drafter's first hidden state [R, H], from the hidden states of the A aux layers [R, A*H]."""
+        if self.shape.norm_before_fc:
+            aux_hidden = self.input_norm(aux_hidden)
         if self.shape.fc_norm:
             chunks = aux_hidden.chunk(len(self.fc_norm), dim=-1)
             aux_hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -181,9 +198,9 @@ class Eagle3Drafter(Drafter):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
-        layer = cast(DecoderLayer, self.layers[0])
+        layers = [cast(DecoderLayer, layer) for layer in self.layers]
         hidden = unroll(
-            self.fuse, layer, self.norm, batch.aux_hidden, batch, alignment, target.embedding, recycles_normed=False
+            self.fuse, layers, self.norm, batch.aux_hidden, batch, alignment, target.embedding, self.shape.norm_output
         )
         return hidden, self.lm_head.weight
 
@@ -218,12 +235,16 @@ def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
     nested = config.get("eagle_config") or {}
     for field in other_values(config, SUPPORTED) + other_values(nested, NESTED):
         yield f"this is an EAGLE-3 variant with {field}, which is not supported"
-    if (sizes.rope_type, sizes.partial_rotary_factor) != ("default", 1):
-        yield f"rope_type {sizes.rope_type!r} or partial_rotary_factor {sizes.partial_rotary_factor:g} is not supported"
-    ids = nested.get(AUX_LAYERS)
-    if ids and not config.get(AUX_LAYERS):
-        fix = f'for a drafter of SGLang, put "{AUX_LAYERS}": {[layer + 1 for layer in ids]} beside it'
-        yield f"the ids of its aux layers are in eagle_config alone, where engines read them differently; {fix}"
+    if sizes.model_type not in MODEL_TYPES:
+        yield f"model_type {sizes.model_type} is not supported ({', '.join(MODEL_TYPES)} are)"
+    if sizes.hidden_size % sizes.num_attention_heads:
+        yield f"transformers takes no hidden_size {sizes.hidden_size} that {sizes.num_attention_heads} heads do not divide"
+    if len(set(config.get("layer_types") or ())) > 1:
+        yield f"layer_types {config['layer_types']} differ, which is not supported"
+    try:
+        inverse_frequencies(sizes)
+    except ValueError as error:
+        yield str(error)
     if config.get("sliding_window") and config.get("use_sliding_window") is not False and not config.get("layer_types"):
         fix = 'add "layer_types": ["sliding_attention"], or take it out'
         yield f"vLLM reads no sliding_window = {config['sliding_window']} without layer_types; {fix}"
@@ -242,7 +263,7 @@ def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, 
     if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] > last:
         raise ValueError(
             f"{field}: {name} {list(layers)} are not ascending ids between 1 and {last}, the states between the target's "
-            f"{target.num_layers} layers; set three such ids"
+            f"{target.num_layers} layers; set such ids"
         )
     return layers
 

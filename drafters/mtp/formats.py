@@ -49,8 +49,8 @@ def head_sizes(target: TargetSpec) -> TargetSpec:
             f"there is no checkpoint format of MTP heads for a target of model_type {target.model_type} (there is one "
             f"for {', '.join(TARGETS)})"
         )
-    elif target.rope_type != "default":
-        problem = f'an MTP head rotates as its target; only rope_type "default" is trained, not {target.rope_type!r}'
+    elif (kind := target.rope_parameters["rope_type"]) != "default":
+        problem = f'an MTP head rotates as its target; only rope_type "default" is trained, not {kind!r}'
     elif found is QWEN3_NEXT and target.experts is not None:
         return target
     elif found is QWEN3_NEXT or target.experts is not None:

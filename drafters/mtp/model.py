@@ -24,7 +24,7 @@ from drafters.unroll import MLP, Attention, DraftLayer, ZeroCentredRMSNorm, unro
 
 OF_TARGET = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-    "rope_theta", "partial_rotary_factor", "sliding_window",
+    "rope_parameters", "sliding_window",
 )  # fmt: skip
 """Fields of a head that vLLM reads from the target's configuration."""
 
@@ -131,7 +131,6 @@ class MtpDrafter(Drafter):
     @staticmethod
     def to_config(shape: Shape) -> dict[str, object]:
         sizes, head_format = shape.sizes, TARGETS[shape.sizes.model_type]
-        rope = {"rope_theta": sizes.rope_theta, "partial_rotary_factor": sizes.partial_rotary_factor}
         return {
             "architectures": [head_format.architecture],
             "model_type": head_format.model_type,
@@ -139,7 +138,6 @@ class MtpDrafter(Drafter):
             TRAINED_DEPTH: shape.trained_depth,
             **sizes.layer_config(),
             "num_hidden_layers": sizes.num_layers,
-            "rope_parameters": {"rope_type": "default", **rope},
             "num_experts": sizes.experts.number if sizes.experts else 0,
         }
 
@@ -149,7 +147,7 @@ class MtpDrafter(Drafter):
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden = unroll(
-            lambda final_hidden: final_hidden, self.head, self.head.output_norm, batch.final_hidden, batch, alignment,
+            lambda final_hidden: final_hidden, [self.head], self.head.output_norm, batch.final_hidden, batch, alignment,
             target.embedding, recycles_normed=True,
         )  # fmt: skip
         return hidden, target.head.detach().to(self.head.joining.weight.dtype)

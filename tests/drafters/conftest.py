@@ -10,9 +10,9 @@ import torch
 from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, Experts, SamplingParams, TargetSpec, TargetWeights
-from drafters.build import build_drafter
+from drafters.build import DRAFTERS, build_drafter
 from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
-from drafters.eagle3.model import Eagle3Drafter
+from drafters.eagle3.model import FLAGS, Eagle3Drafter
 
 TARGET = TargetSpec(
     model_type="llama",
@@ -24,7 +24,7 @@ TARGET = TargetSpec(
     head_dim=6,  # not hidden_size / heads, as in Qwen3
     intermediate_size=24,
     rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
+    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     max_position_embeddings=512,
     eos_token_ids=(2,),
 )
@@ -46,19 +46,17 @@ class Kind:
 
     def make(self, seed: int = 0, **changes) -> Drafter:
         """A drafter in float64 whose every weight matters: norms and projections are far from their initial values."""
-        layout = {name: changes.pop(name) for name in LAYOUT if name in changes}
-        target = dataclasses.replace(self.target, sliding_window=changes.pop("sliding_window", None))
-        drafter = build_drafter(self.configured(**changes), target, seed)
-        drafter = type(drafter)(dataclasses.replace(drafter.shape, **layout)).double()
+        layout = {name: changes.pop(name) for name in FLAGS if name in changes}
+        sizes = {name: changes.pop(name) for name in ("sliding_window", "attention_bias") if name in changes}
+        shape = build_drafter(self.configured(**changes), self.target, seed).shape
+        shape = dataclasses.replace(shape, sizes=dataclasses.replace(shape.sizes, **sizes), **layout)
+        drafter = DRAFTERS[self.config.type](shape).double()
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
         return drafter
 
-
-LAYOUT = ("fc_norm", "norm_before_residual")
-"""Facts of a checkpoint that no configuration sets."""
 
 EAGLE3 = Kind(
     name="eagle3",
@@ -74,7 +72,7 @@ QWEN3_NEXT = dataclasses.replace(
         TARGET,
         model_type="qwen3_next",
         head_dim=8,
-        partial_rotary_factor=0.5,
+        rope_parameters=TARGET.rope_parameters | {"partial_rotary_factor": 0.5},
         experts=Experts(number=4, per_token=2, size=12, shared_size=20, normed=True),
     ),
 )
@@ -110,7 +108,9 @@ def make_drafter(seed: int = 0, **config) -> Eagle3Drafter:
     return EAGLE3.make(seed, **config)
 
 
-def make_batch(*documents: tuple[int, int, int], seed: int = 0, dtype: torch.dtype = torch.float64) -> DraftBatch:
+def make_batch(
+    *documents: tuple[int, int, int], seed: int = 0, dtype: torch.dtype = torch.float64, num_aux: int = 3
+) -> DraftBatch:
     """Documents as (prompt length, response length, rows without features at the beginning).
 
     The last row of each has no features either. Rows without features are NaN, so that using one is noticed.
@@ -129,7 +129,7 @@ def make_batch(*documents: tuple[int, int, int], seed: int = 0, dtype: torch.dty
 
     return DraftBatch(
         token_ids=torch.randint(TARGET.vocab_size, (num_rows,), generator=generator),
-        aux_hidden=hidden(3 * TARGET.hidden_size),
+        aux_hidden=hidden(num_aux * TARGET.hidden_size),
         final_hidden=hidden(TARGET.hidden_size),
         feature_mask=features,
         response_mask=positions >= prompts,

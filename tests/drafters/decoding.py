@@ -50,7 +50,9 @@ class CachedDecoder(ABC):
         return self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0)
 
     def rotate(self, x: Tensor, position: int) -> Tensor:
-        frequencies = TARGET.rope_theta ** -(torch.arange(0, self.rotary_dim, 2).float() / self.rotary_dim)
+        frequencies = TARGET.rope_parameters["rope_theta"] ** -(
+            torch.arange(0, self.rotary_dim, 2).float() / self.rotary_dim
+        )
         angles = torch.cat([position * frequencies] * 2)
         return apply_rotary_pos_emb(x[None], x[None], angles.cos()[None], angles.sin()[None])[0][0]
 
