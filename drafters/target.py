@@ -147,10 +147,10 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         rope = dict(rope.get("full_attention") or nested[0])
     names = ("rope_theta", "partial_rotary_factor")
     rope = {name: config[name] for name in names if config.get(name) is not None} | rope
-    kind = rope["rope_type"] = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    if kind == "mrope":  # text has three equal positions, with which it is plain rotation
-        rope["rope_type"] = "default"
+    kinds = [rope.pop(name, None) for name in ("rope_type", "type")]
+    kind = next(filter(None, kinds), "default")
+    # Text has three equal positions, with which mrope is plain rotation.
+    rope = {"rope_type": "default" if kind == "mrope" else kind, **rope}
     if kind in ("llama3", "yarn", "longrope"):
         name = "original_max_position_embeddings"
         rope[name] = config.get(name) or rope.get(name) or config.get("max_position_embeddings")

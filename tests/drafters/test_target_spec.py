@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from drafters.base import Experts, TargetSpec
+from drafters.target import EPS
 
 HF_CONFIG = {
     "model_type": "llama",
@@ -25,31 +27,55 @@ def spec_of(folder, **changes) -> TargetSpec:
     return TargetSpec.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("rope", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}])
-def test_target_spec_from_a_model_folder(tmp_path, rope):
-    spec = spec_of(tmp_path, **rope)
-    assert spec.rope_theta == 5e5
+def test_target_spec_from_a_model_folder(tmp_path):
+    spec = spec_of(tmp_path, rope_theta=5e5)
+    assert spec.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
     assert spec.head_dim == 4
     assert spec.eos_token_ids == (2, 7)
     assert spec.num_layers == 8
-    assert (spec.rope_type, spec.partial_rotary_factor) == ("default", 1.0)
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "partial_rotary_factor": 0.25, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
-    "rope",
+    ("fields", "rope"),
     [
-        {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "linear", "factor": 2.0}},
+        ({"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_scaling": {"type": "linear", "factor": 2.0}}, LINEAR),
+        ({"rope_parameters": LINEAR}, LINEAR),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": LINEAR}}, LINEAR),
+        ({"rope_parameters": YARN}, YARN | {"original_max_position_embeddings": 512}),
+        ({"rope_parameters": YARN, "original_max_position_embeddings": 64},
+         YARN | {"original_max_position_embeddings": 64}),
+        ({"rope_theta": 5e5, "partial_rotary_factor": 1.0}, {"rope_type": "default", "rope_theta": 5e5}),
+        ({}, {"rope_type": "default", "rope_theta": 1e4}),
+        ({"model_type": "smollm3"}, {"rope_type": "default", "rope_theta": 2e6}),
+        ({"model_type": "unheard_of"}, {"rope_type": "default", "rope_theta": 1e4}),
     ],
-)
-def test_what_is_rotated_and_how(tmp_path, rope):
-    spec = spec_of(tmp_path, **rope)
-    assert (spec.rope_theta, spec.rope_type, spec.partial_rotary_factor) == (5e5, "linear", 0.25)
+    ids=str,
+)  # fmt: skip
+def test_what_is_rotated_and_how_is_what_transformers_reads(tmp_path, fields, rope):
+    assert spec_of(tmp_path, **fields).rope_parameters == rope
+    if fields.get("model_type") != "unheard_of" and "full_attention" not in fields.get("rope_parameters", ()):
+        config = AutoConfig.from_pretrained(tmp_path)
+        config.standardize_rope_params()  # as whoever computes frequencies does
+        theirs = config.rope_parameters
+        assert {name: theirs[name] for name in rope} == rope
 
 
-@pytest.mark.parametrize("field", ["vocab_size", "num_attention_heads", "rope_theta"])
+@pytest.mark.parametrize("name", EPS)
+def test_the_eps_of_norms_by_any_name_and_the_text_model_of_a_wrapper(tmp_path, name):
+    text = {key: value for key, value in HF_CONFIG.items() if key != "rms_norm_eps"} | {name: 1e-3}
+    wrapper = {"model_type": "wrapper", "text_config": text, "vision_config": {"hidden_size": 9}}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    spec = TargetSpec.from_pretrained(tmp_path)
+    assert (spec.rms_norm_eps, spec.hidden_size, spec.model_type) == (1e-3, 16, "llama")
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "num_attention_heads", "rms_norm_eps"])
 def test_a_target_without_a_needed_field_is_refused(tmp_path, field):
-    config = {key: value for key, value in (HF_CONFIG | {"rope_theta": 1e4}).items() if key != field}
+    config = {key: value for key, value in HF_CONFIG.items() if key != field}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"has no {field}"):
         TargetSpec.from_pretrained(tmp_path)

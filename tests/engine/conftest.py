@@ -221,6 +221,11 @@ def distilled(
     config = config or eagle3()
     drafter = build_drafter(config, TargetSpec.from_pretrained(target_folder), seed=1)
     drafter.start_from(target_folder)
+    return fitted(drafter, data, target)
+
+
+def fitted(drafter: Drafter, data: DraftBatch, target: TargetWeights) -> Drafter:
+    """The same drafter after it has learnt from `data`."""
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     parts = [part_of(data, turn) for turn in range(PARTS)]

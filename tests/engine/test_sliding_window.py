@@ -33,10 +33,16 @@ def sliding_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def accepted(rollout: Rollout, drafter: Drafter, model: torch.nn.Module, target: TargetWeights) -> list:
+def accepted(
+    rollout: Rollout,
+    drafter: Drafter,
+    model: torch.nn.Module,
+    target: TargetWeights,
+    layers: tuple[int, ...] = AUX_LAYERS,
+) -> list:
     """Of each verification step with whole drafts: its draft tokens that were accepted, and those that should be."""
     ids, sampling = rollout.prompt_token_ids + rollout.token_ids, SamplingParams(0.0, 1.0, 0, "greedy")
-    text = features_of(model, ids, PROMPT_TOKENS, 0)
+    text = features_of(model, ids, len(rollout.prompt_token_ids), 0, layers)
     [found] = acceptances([drafter], text, target, sampling)
     drawn = dict(
         zip(found.offset.tolist(), found.drawn.T.tolist(), strict=True)

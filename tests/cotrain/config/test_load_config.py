@@ -106,7 +106,7 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
         ("rollout.temperature=hot", "rollout.temperature: must be a valid number, unable to parse"),
         ("policy.optimizer.learning_rate=inf", "policy.optimizer.learning_rate: must be a finite number, got inf"),
         ("name=7", "name: must be a valid string, got 7; write it in quotes (on the command line: 'name=\"7\"')"),
-        ("drafter.model.aux_layers=[1, 2]", "drafter.model.aux_layers: Field required, got [1, 2]"),
+        ("drafter.model.aux_layers=[]", "drafter.model.aux_layers: Tuple should have at least 1 item"),
         ("rollout.stop=5", "rollout.stop: must be a valid list, got 5"),
         ("rollout.vllm=5", "rollout.vllm: must be a valid table, got 5"),
         ("task.name=none", "task.name: must be a valid string, got None"),

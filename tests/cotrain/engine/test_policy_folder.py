@@ -53,7 +53,6 @@ def test_every_field_of_an_eagle3_drafter_is_written_or_refused() -> None:
     assert read - known == ours
 
 
-ROTARY = {"rope_parameters": ("rope_theta", "rope_type", "partial_rotary_factor")}
 EXPERTS = {
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob",
     "decoder_sparse_step", "mlp_only_layers",
@@ -75,7 +74,7 @@ EXPERTS = {
 def test_every_field_of_the_target_that_an_mtp_head_is_made_from_is_compared(head, layer, classes) -> None:
     read = fields_read(VLLM / head) | fields_read(VLLM / layer, *classes)
     assert len(read) > 12
-    known = {*OF_TARGET, *PLAIN, *ROTARY, *EXPERTS, "head_dim", "max_position_embeddings"}
+    known = {*OF_TARGET, *PLAIN, *EXPERTS, "head_dim", "max_position_embeddings"}
     numbers = {"num_hidden_layers", "num_nextn_predict_layers"}  # numbers of layers, which name them
     assert read - known == numbers
 

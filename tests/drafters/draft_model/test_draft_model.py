@@ -152,7 +152,7 @@ def test_another_vocabulary_is_refused_before_weights_are_read(tmp_path):
     [
         (dataclasses.replace(TARGET, num_layers=3), 4, "drafter.model.num_layers: 4 layers cannot be cut from"),
         (of_family("qwen3_next"), 2, "drafter.model.type: a draft model of model_type qwen3_next cannot be trained"),
-        (dataclasses.replace(TARGET, rope_type="llama3"), 2, "drafter.model.type: only rope_type"),
+        (dataclasses.replace(TARGET, rope_parameters={"rope_type": "llama3"}), 2, "drafter.model.type: only rope_type"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused_by_field(target, num_layers, message):

@@ -18,11 +18,10 @@ COMMON = {
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],
 }
-ROPE = {"rope_type": "default", "rope_theta": TARGET.rope_theta}
 
 
 def qwen2_parts(weights):
-    config = Qwen2Config(**COMMON, rope_parameters=ROPE, attn_implementation="eager")
+    config = Qwen2Config(**COMMON, rope_parameters=TARGET.rope_parameters, attn_implementation="eager")
     layer, norm = qwen2.Qwen2DecoderLayer(config, 0), qwen2.Qwen2RMSNorm(TARGET.hidden_size, TARGET.rms_norm_eps)
     weights = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in weights.items()}
     return layer, norm, qwen2.Qwen2RotaryEmbedding(config), weights, "final_layernorm.weight"
@@ -30,10 +29,9 @@ def qwen2_parts(weights):
 
 def qwen3_next_parts(weights):
     target = QWEN3_NEXT.target
-    rope = ROPE | {"partial_rotary_factor": target.partial_rotary_factor}
     config = Qwen3NextConfig(
         **COMMON, head_dim=target.head_dim, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
-        shared_expert_intermediate_size=20, norm_topk_prob=True, rope_parameters=rope, attn_implementation="eager",
+        shared_expert_intermediate_size=20, norm_topk_prob=True, rope_parameters=target.rope_parameters, attn_implementation="eager",
     )  # fmt: skip
     layer = qwen3_next.Qwen3NextDecoderLayer(config, 0)
     norm = qwen3_next.Qwen3NextRMSNorm(target.hidden_size, target.rms_norm_eps)
