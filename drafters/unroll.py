@@ -7,6 +7,7 @@ letters: R rows, H hidden size, D head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,14 +149,14 @@ def unroll(
         return embedding.detach()[batch.token_ids[rows]].to(dtype)
 
     def read_context(layer: DraftLayer, states: Tensor) -> tuple[Tensor, ...]:
-        """Return the hidden states that `run` starts with, and keys and values of all context rows."""
+        """Return the hidden states that `draft` starts with, and keys and values of all context rows."""
         hidden, positions = fuse(states) if layer is layers[0] else states, batch.positions[rows]
         x, _ = layer.attention_input(embed(rows + 1), hidden, positions)
         starts = hidden[alignment.starts_in_context] if layer is last else hidden
         return starts, *layer.self_attn.keys_and_values(x, positions)
 
     def draft(
-        layer: DraftLayer, position: int, of: Alignment, starts: slice, hidden: Tensor, context: list[Tensor],
+        layer: DraftLayer, position: int, of: Alignment, context: list[Tensor], starts: slice, hidden: Tensor,
         *own: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         positions = batch.positions[of.start_rows[starts]] + position
@@ -170,31 +171,28 @@ def unroll(
         normed = norm(hidden) if layer is last else hidden
         return normed if recycles_normed else hidden, normed, *own[-2:]
 
-    def run(
-        layer: DraftLayer, position: int, of: Alignment, hidden: Tensor, context: list[Tensor], own: list[Tensor]
-    ) -> Iterator[Tensor]:
-        # Without any start, one empty chunk keeps the shapes.
-        chunks = [slice(at, at + MAX_STARTS) for at in range(0, max(len(hidden), 1), MAX_STARTS)]
-        parts = [
-            _recomputed(draft, layer, position, of, s, hidden[s], context, *(tensor[s] for tensor in own))
-            for s in chunks
-        ]
-        return (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-
     hidden, contexts = features[rows].to(dtype), []
     for layer in layers:
         hidden, *context = _recomputed(read_context, layer, hidden)
         contexts.append(context)
         if layer is not last:
-            hidden, _ = run(layer, 0, alignment.of_context(batch), hidden, context, [])
+            hidden, _ = _in_chunks(draft, hidden, [], layer, 0, alignment.of_context(batch), context)
     outputs: list[Tensor] = []
     own: list[list[Tensor]] = [[] for _ in layers]
     for position in range(len(alignment.supervised)):
         for layer, context, kept in list(zip(layers, contexts, own, strict=True))[0 if position else -1 :]:
-            hidden, normed, *own_here = run(layer, position, alignment, hidden, context, kept)
+            hidden, normed, *own_here = _in_chunks(draft, hidden, kept, layer, position, alignment, context)
             kept += own_here
         outputs.append(normed)
     return outputs
+
+
+def _in_chunks(draft: Callable[..., Any], hidden: Tensor, own: Sequence[Tensor], *args: Any) -> Iterator[Tensor]:
+    """Call draft(*args, starts, hidden, *own) for one slice of starts after the other; hidden is [S, H]. Join what it returns."""
+    # Without any start, one empty chunk keeps the shapes.
+    chunks = [slice(at, at + MAX_STARTS) for at in range(0, max(len(hidden), 1), MAX_STARTS)]
+    parts = [_recomputed(draft, *args, starts, hidden[starts], *(t[starts] for t in own)) for starts in chunks]
+    return (torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
 
 def attend(
