@@ -60,10 +60,8 @@ def in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
         def pack(expert: Tensor) -> Tensor:
             return _custom_ops.cpu_prepack_moe_weight(expert[None], experts.isa)[0]
 
-        whole, size = (
-            torch.stack([_before_packing(expert, expert.shape, pack) for expert in tensor]),
-            module.moe_config.intermediate_size_per_partition,
-        )
+        whole = torch.stack([_before_packing(expert, expert.shape, pack) for expert in tensor])
+        size = module.moe_config.intermediate_size_per_partition
         return [whole[..., :size] if leaf == "w2_weight" else whole.unflatten(1, (2, -1))[:, :, :size].flatten(1, 2)]
     return [tensor]
 
