@@ -21,14 +21,12 @@ def share_packed_weights(model: nn.Module) -> None:
             module.cpu_linear = first.setdefault(id(module.weight), module).cpu_linear
 
 
-def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor | None]:
+def unpack(module: Any, width: int, columns: int | None, turn: int) -> tuple[Tensor, Tensor | None]:
     """Read a oneDNN-packed matrix back by multiplying it with unit vectors, which is exact.
 
-    columns: number of input columns to read, others at each turn; None reads all. Returns ([out, in], None) or ([out, chosen],
-    chosen). out and in are those of this rank; chosen holds column numbers of the checkpoint's matrix.
+    width: input columns of this rank. columns: how many of them to read, others at each turn; None reads all. Returns
+    ([out, width], None) or ([out, chosen], chosen).
     """
-    whole = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
-    width = getattr(module, "input_size_per_partition", whole)
     chosen = None
     if columns is not None and columns < width:
         # The shuffled order is the same for all turns: each turn is as likely as any other to find a fault in a share of
@@ -36,12 +34,11 @@ def unpack(module: Any, columns: int | None, turn: int) -> tuple[Tensor, Tensor 
         order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
         chosen = order[(turn * columns + torch.arange(columns)) % width].sort().values
     units = torch.nn.functional.one_hot(torch.arange(width) if chosen is None else chosen, width)
-    matrix = module.cpu_linear(units.to(module.weight.dtype), module.weight, None).t()
-    return matrix, chosen if chosen is None or width == whole else chosen + module.tp_rank * width
+    return module.cpu_linear(units.to(module.weight.dtype), module.weight, None).t(), chosen
 
 
 def in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
-    """Return a parameter as it was loaded. vLLM's CPU build moves the elements of experts and convolutions around.
+    """Return a parameter as it was loaded. vLLM's CPU build moves the elements of experts and convolutions around, and pads experts.
 
     Of a convolution packed for bfloat16 instructions, vLLM keeps an unpacked copy as well, for speculation. Both are returned.
     """
@@ -63,7 +60,9 @@ def in_loaded_order(module: Any, leaf: str, tensor: Tensor) -> list[Tensor]:
         def pack(expert: Tensor) -> Tensor:
             return _custom_ops.cpu_prepack_moe_weight(expert[None], experts.isa)[0]
 
-        return [torch.stack([_before_packing(expert, expert.shape, pack) for expert in tensor])]
+        whole = torch.stack([_before_packing(expert, expert.shape, pack) for expert in tensor])
+        size = module.moe_config.intermediate_size_per_partition
+        return [whole[..., :size] if leaf == "w2_weight" else whole.unflatten(1, (2, -1))[:, :, :size].flatten(1, 2)]
     return [tensor]
 
 

@@ -4,7 +4,8 @@ vLLM fuses projections, packs matrices and divides them among tensor-parallel ra
 the checkpoint.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
+from cotrain.engine.load_trace import Box, Loaded, LoadTrace, trace_of
 from cotrain.weights.served import ServedWeights
 
 T = TypeVar("T")
@@ -36,6 +38,16 @@ class ModelWeights(ServedWeights):
     def differing(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> list[str]:
         return differing_tensors(self.model, tensors, columns, turn)
 
+    def check_loading(self) -> None:
+        """Raise ValueError that names what an update could not compare: tensors that vLLM computes with while it loads them."""
+        layout = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self._expected().items()
+        }
+        if computed := sorted(trace_of(self.model, layout).arithmetic):
+            architecture = type(self.model).__name__
+            message = f"vLLM's {architecture} computes with {computed[:4]} while it loads them, so that updates could not be checked"
+            raise ValueError(f"{message}; train a policy of another architecture")
+
     def of_all_ranks(self, value: T) -> list[T]:
         from vllm.distributed import get_tp_group
 
@@ -46,7 +58,7 @@ class ModelWeights(ServedWeights):
 
 
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
-    """Load a whole state dict the way vLLM's own update session does (layer-wise reload).
+    """Load a whole state dict the way vLLM's own update session does (layer-wise reload), and what that loses as well.
 
     A plain load_weights fails on CPU, where linear weights live in packed form only. `finish_reload` runs even after an
     error: without it the model is left on the meta device and the next step kills the engine.
@@ -54,12 +66,39 @@ def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tenso
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+    trace = trace_of(model, tensors)
     initialize_layerwise_reload(model)
     try:
         with disable_mtp_completeness_check():
             model.load_weights(iter(tensors.items()))
+        _load_what_was_lost(model, trace, tensors)
     finally:
         finish_reload(model, model_config)
+
+
+def _load_what_was_lost(model: nn.Module, trace: LoadTrace, tensors: dict[str, Tensor]) -> None:
+    """Load parameters that the model copies into itself, past their loaders, as gpt-oss does with experts and sinks.
+
+    During a reload such copies go to tensors without data, and vLLM then puts the old weights back.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+
+    def load(param: Tensor, loaded: Loaded) -> None:
+        for to, name, source in loaded.copies:
+            to.of(param.data).copy_(source.of(tensors[name]))
+
+    traced = {loaded.places[0]: loaded for loaded in trace.loaded}
+    for path, module in model.named_modules():
+        info = get_layerwise_info(module)
+        called, loaders = {leaf for leaf, _ in info.loaded_weights}, {}
+        for leaf, tensor in {**module._parameters, **module._buffers}.items():
+            if (path, leaf) in traced and leaf not in called and tensor.is_meta:
+                loaders[tensor], tensor.weight_loader = tensor.weight_loader, load
+                info.loaded_weights.append((leaf, inspect.signature(load).bind(tensor, traced[path, leaf])))
+        if loaders:
+            _layerwise_process(module, info)
+        for tensor, loader in loaders.items():
+            tensor.weight_loader = loader
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
@@ -88,109 +127,50 @@ def differing_tensors(
 
     columns: how many input columns of matrices that exist in packed form only to compare; None compares all. With successive
     turns, each of n input columns is compared within ceil(n / columns) turns. Names that the model does not serve at all
-    are reported too.
+    are reported too, and those that its loader computes with.
     """
-    unseen = set(expected)
-    differing = []
-    for name, served, wanted in served_tensors(model, expected, columns, turn):
-        if not torch.equal(served.cpu().to(wanted.dtype), wanted):
-            differing.append(name)
-        unseen.discard(name)
-    return sorted({*differing, *unseen})
+    trace = trace_of(model, expected)
+    differing = set(trace.arithmetic)
+    module: Any
+    derived: dict[int, Any] = {id(module.kv_b_proj): module for module in model.modules() if hasattr(module, "W_UV")}
+    for loaded in trace.loaded:
+        for path, leaf in loaded.places:
+            module = model.get_submodule(path)
+            views = _served_views(module, leaf, loaded, columns, turn)
+            if leaf == "weight" and (attention := derived.get(id(module))) is not None:
+                # Latent attention multiplies by two copies of its own: [N, P, L] and [N, L, V] of N heads.
+                views.append((torch.cat([attention.W_UK_T, attention.W_UV.mT], 1).flatten(0, 1), None))
+            for to, name, source in loaded.copies:
+                wanted = source.of(expected[name])
+                if not views or not all(_is_served(view, chosen, to, wanted) for view, chosen in views):
+                    differing.add(name)
+    seen = {name for loaded in trace.loaded for _, name, _ in loaded.copies}
+    return sorted({*differing, *expected} - (seen - differing))
 
 
-def served_tensors(
-    model: nn.Module, expected: dict[str, Tensor], columns: int | None = None, turn: int = 0
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (checkpoint name, tensor exactly as served, what it should be) for each of `expected` that the model holds.
-
-    A tied weight is yielded once for each module that uses it, because each may hold a packed copy of its own.
-    """
-    by_served_name = _by_served_name(model, expected)
-    first_names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(prefix="", recurse=False):
-            full_name = f"{prefix}.{leaf}" if prefix else leaf
-            views: list[tuple[Tensor, Tensor | None]] = []
-            if parameter.numel():
-                full_name = first_names.setdefault(id(parameter), full_name)
-                views += [(tensor, None) for tensor in in_loaded_order(module, leaf, parameter.detach())]
-            if leaf == "weight" and hasattr(module, "cpu_linear"):
-                views.append(unpack(module, columns, turn))
-            for tensor, chosen in views:
-                for name, part in _unfused(full_name, module, tensor):
-                    if name in by_served_name:
-                        whole = expected[by_served_name[name]]
-                        wanted = whole if chosen is None else whole.index_select(1, chosen)
-                        yield by_served_name[name], part, _part_of_this_rank(wanted, module, part.shape)
+def _served_views(
+    module: Any, leaf: str, loaded: Loaded, columns: int | None, turn: int
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Every copy of a parameter that is served, as it is loaded; of packed ones some columns, and which. Empty if unreadable."""
+    views: list[tuple[Tensor, Tensor | None]] = []
+    parameter = getattr(module, leaf)
+    if parameter.numel():
+        for view in in_loaded_order(module, leaf, parameter.detach()):
+            if view.numel() != prod(loaded.shape):
+                return []
+            views.append((view.reshape(loaded.shape), None))
+    if leaf == "weight" and hasattr(module, "cpu_linear"):
+        by_row = all(to.stride[-1] == 1 and to.shape[-1] == loaded.shape[-1] for to, _, _ in loaded.copies)
+        views.append(unpack(module, loaded.shape[-1], columns if by_row else None, turn))
+    return views
 
 
-def _part_of_this_rank(whole: Tensor, module: Any, shape: Sequence[int]) -> Tensor:
-    from vllm.distributed import get_tp_group
-
-    if hasattr(module, "shard_indices"):  # vLLM pads a vocabulary before it is divided
-        return whole[module.shard_indices.org_vocab_start_index : module.shard_indices.org_vocab_end_index]
-    return part_of_rank(whole, shape, get_tp_group().rank_in_group, get_tp_group().world_size)
-
-
-def part_of_rank(whole: Tensor, shape: Sequence[int], rank: int, num_ranks: int) -> Tensor:
-    """Return what one rank should serve of a checkpoint's tensor, where it serves a tensor of `shape`.
-
-    Ranks have successive parts of equal size. If there are fewer parts than ranks, as with the heads of keys and values,
-    neighbouring ranks have the same part. A tensor that is divided in another way comes back with other values, or in
-    another shape, than is served.
-    """
-    for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=False)):
-        if part and size % part == 0 and num_ranks % (num_parts := size // part) == 0:
-            whole = whole.narrow(dim, rank // (num_ranks // num_parts) * part, part)
-    return whole
-
-
-def _by_served_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoint name of each tensor, by the name it has in the model.
-
-    Names are mapped as the model maps them, but without fusing projections, which `_unfused` undoes. Drafters may leave out
-    `model.`, and Qwen3-Next's MTP head renames `mtp.` in its load_weights.
-    """
-    from vllm.model_executor.models.utils import WeightsMapper
-
-    mapper = getattr(model, "hf_to_vllm_mapper", None) or WeightsMapper()
-    renaming = WeightsMapper(
-        orig_to_new_substr=mapper.orig_to_new_substr, orig_to_new_prefix={**mapper.orig_to_new_prefix, "mtp.": "model."}
-    )
-    found: dict[str, str] = {}
-    for name in names:
-        served = renaming.apply_list([name])[0]
-        found |= {served: name, f"model.{served}": name}
-    return found
-
-
-def _unfused(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Split vLLM's fused projections into the checkpoint's tensors and drop vocabulary padding."""
-    if ".routed_experts." in name:
-        return _single_experts(name, module, tensor)
-    if ".qkv_proj." in name:
-        heads, kv_heads, size = module.num_heads, module.num_kv_heads, module.head_size
-        parts = tensor.split([heads * size, kv_heads * size, kv_heads * size])
-        return [(name.replace(".qkv_proj.", f".{p}_proj."), part) for p, part in zip("qkv", parts, strict=True)]
-    if ".gate_up_proj." in name:
-        parts = tensor.chunk(2)
-        return [(name.replace(".gate_up_proj.", f".{p}_proj."), t) for p, t in zip(("gate", "up"), parts, strict=True)]
-    if name.endswith("draft_id_to_target_id"):
-        return [("d2t", tensor)]
-    if hasattr(module, "shard_indices"):
-        return [(name, tensor[: module.shard_indices.num_org_elements])]
-    return [(name, tensor)]
-
-
-def _single_experts(name: str, module: Any, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the checkpoint's matrices of E experts. tensor: [E, 2I, H], gate above up, or [E, H, I]; I may be padded."""
-    size = module.moe_config.intermediate_size_per_partition
-    mixture, _, leaf = name.rpartition("routed_experts.")
-    if leaf == "w2_weight":
-        return [(f"{mixture}{i}.down_proj.weight", expert[:, :size]) for i, expert in enumerate(tensor)]
-    found = []
-    for i, expert in enumerate(tensor):
-        gate, up = expert.chunk(2)
-        found += [(f"{mixture}{i}.gate_proj.weight", gate[:size]), (f"{mixture}{i}.up_proj.weight", up[:size])]
-    return found
+def _is_served(view: Tensor, chosen: Tensor | None, to: Box, wanted: Tensor) -> bool:
+    """Does the view have `wanted` in a box? chosen: the view has these columns of the parameter alone, and the box whole rows."""
+    if chosen is not None:
+        width, num = to.shape[-1], len(chosen)
+        wanted = wanted.index_select(-1, chosen)
+        to = Box(
+            (*to.shape[:-1], num), (*(step // width * num for step in to.stride[:-1]), 1), to.offset // width * num
+        )
+    return torch.equal(to.of(view).cpu().to(wanted.dtype), wanted)

@@ -51,7 +51,10 @@ class EngineWorker:
             # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
             torch.compiler.set_stance("force_eager")
         target, kept = worker.get_model(), Path(scratch) / "kept" / f"rank_{worker.rank}"
-        self.weights = {False: ModelWeights(target, worker.model_config, kept / "target")}
+        policy = ModelWeights(target, worker.model_config, kept / "target")
+        if worker.vllm_config.load_config.load_format != "dummy":  # which has no checkpoint
+            policy.check_loading()
+        self.weights = {False: policy}
         if worker.speculative_config is not None and not worker.use_v2_model_runner:
             wrap(runner, "_sample", sample_plainly_without_drafts)
         if has_drafter:

@@ -15,11 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -40,11 +44,13 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
 
 def qwen3_next(moe_intermediate_size: int) -> Qwen3NextConfig:
     """vLLM's CPU kernels compute with experts whose size is a multiple of 32."""
     return Qwen3NextConfig(
-        **SHAPE | {"head_dim": 64}, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
+        **SHAPE | {"head_dim": 64}, tie_word_embeddings=False, **EXPERTS,
         moe_intermediate_size=moe_intermediate_size, shared_expert_intermediate_size=64,
         layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=1, linear_num_value_heads=2,
         linear_key_head_dim=128, linear_value_head_dim=128,
@@ -59,7 +65,18 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen3, with query and key norms": Qwen3Config(**SHAPE, tie_word_embeddings=False),
     "qwen3-next, with linear attention and experts": qwen3_next(moe_intermediate_size=64),
     "qwen3-next, with experts that are padded": qwen3_next(moe_intermediate_size=48),
-}
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, tie_word_embeddings=False, **EXPERTS, moe_intermediate_size=64),
+    "phi3, whose checkpoints are fused": Phi3Config(**SHAPE, tie_word_embeddings=False, pad_token_id=0),
+    "gpt-oss, which copies into itself": GptOssConfig(
+        **SHAPE | {"intermediate_size": 64}, tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "deepseek-v3, with latent attention": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4, "head_dim": 64}, tie_word_embeddings=False, n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1, topk_method="noaux_tc",
+        first_k_dense_replace=1, n_shared_experts=1, q_lora_rank=64, kv_lora_rank=512, qk_rope_head_dim=64,
+        qk_nope_head_dim=32, v_head_dim=32, num_nextn_predict_layers=0,
+    ),
+}  # fmt: skip
 
 
 @dataclass
