@@ -65,7 +65,8 @@ def fork_engine_core() -> None:
     import vllm.v1.executor.multiproc_executor as workers
 
     apply(leave_llvmlite_out)  # before a core looks for kernels, which is before it imports our extension
-    apply(load_without_torchvision), apply(inspect_here)  # likewise before vLLM reads a model's configuration
+    for patch in (load_without_torchvision, inspect_here):  # before vLLM reads a model's configuration
+        apply(patch)
     cores.get_mp_context = workers.get_mp_context = _Forking
 
 

@@ -103,11 +103,11 @@ def _text_models() -> dict[str, tuple[str, str]]:
 def _assigned(module: str, name: str) -> Any:
     """Return the literal that a module assigns to a name, or that it makes an OrderedDict of."""
     for node in _source(module).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if [ast.unparse(target) for target in targets] == [name]:
-            value: Any = node.value  # type: ignore[union-attr]
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if ast.unparse(target) == name:
+            value: Any = node.value
             return ast.literal_eval(value.args[0] if isinstance(value, ast.Call) else value)
     raise ValueError(f"{module} has no {name}; cotrain does not know this version, run `make setup`")
 
