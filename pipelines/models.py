@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,20 @@ def main(arguments: Sequence[str]) -> int:
     return int(config_problem(policy_config(folder)) is not None)
 
 
-def facts(name: str, folder: Path) -> list[str]:
-    """Say what the policy called name can do, a sentence a line; the first two say most. folder: the one with its config.json."""
+def facts(name: str, folder: Path) -> Iterator[str]:
+    """Say what the policy called name can do, a sentence a line; the first needs no torch. folder: the one with its config.json."""
     config, on_cpu = policy_config(folder), engine_device() == "cpu"
     if problem := config_problem(config):
-        return [f"{name} cannot be trained: {problem}."]
-    fields, served = text_fields(config), class_in_vllm(architecture_of(config))
-    trained = class_in_transformers(config["model_type"])
+        yield f"{name} cannot be trained: {problem}."
+        return
+    family, trained = text_fields(config)["model_type"], class_in_transformers(config["model_type"])
+    _, served = class_in_vllm(architecture_of(config)) or ("", "")
+    yield f"{name} is of family {family}: transformers trains it as {trained}, and vLLM serves it as {served}."
     reasons = {kind.type: _drafting_problem(config, folder, kind, on_cpu) for kind in KINDS}
-    can, cannot = ([kind for kind, reason in reasons.items() if (reason is None) is able] for able in (True, False))
-    return [
-        f"{name} is of family {fields['model_type']}: transformers trains it as {trained}, and vLLM serves it as {served and served[1]}.",
-        f"Drafters that can be trained for it: {', '.join(can) or 'none'}. A history (rollout.history) can always draft.",
-        *(f"Not {kind}: {reasons[kind]}." for kind in cannot),
-        *_limits(config, on_cpu),
-    ]
+    can = ", ".join(kind for kind, reason in reasons.items() if reason is None) or "none"
+    yield f"Drafters that can be trained for it: {can}. A history (rollout.history) can always draft."
+    yield from (f"Not {kind}: {reason}." for kind, reason in reasons.items() if reason is not None)
+    yield from _limits(config, on_cpu)
 
 
 def policy_config(folder: Path) -> dict[str, Any]:

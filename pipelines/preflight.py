@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,10 @@ def read_command_line(
     if not parsed.dry_run:
         return config, resume
     print(to_toml(config), flush=True)
+    name = config.policy.model
     with suppress(ValueError):  # the problems below say it too
-        print(*(f"# {fact}" for fact in facts(config.policy.model, config_folder(config.policy.model))[:2]), sep="\n")
+        for fact in islice(facts(name, config_folder(name)), 1 if has_to_be_fetched(name) else 2):
+            print(f"# {fact}")
     problems = find_problems(config, resume, command, quick=True, on_this_machine=nodes is None)
     if nodes is not None:
         problems += _problems(lambda: print(plan(config, nodes, gpus)))

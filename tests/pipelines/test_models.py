@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cotrain.models.capability import class_in_transformers
-from cotrain.models.loading import RANDOM_MODELS
+from cotrain.models.loading import RANDOM_MODELS, resolve_model
 from cotrain.models.tiny import SIZES
 from pipelines.cli import main
 
@@ -81,9 +81,11 @@ def test_a_name_that_leads_nowhere_is_answered_with_the_fix(name: str, message: 
 
 
 def test_a_dry_run_says_the_most_of_it(capsys, tmp_path: Path) -> None:
-    assert main(["train", str(ROOT / "configs/smoke.toml"), "--dry-run", f"run_root={tmp_path}"]) == 0
+    folder = resolve_model("tiny:llama")
+    arguments = ["--dry-run", f"run_root={tmp_path}", f"policy.model={folder}"]
+    assert main(["train", str(ROOT / "configs/smoke.toml"), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "# tiny:llama is of family llama: transformers trains it as LlamaForCausalLM, and" in "\n".join(lines)
+    assert f"# {folder} is of family llama: transformers trains it as LlamaForCausalLM, and" in "\n".join(lines)
     assert (
         sum(line.startswith("# Drafters that can be trained for it: eagle3, mtp, draft_model.") for line in lines) == 1
     )
