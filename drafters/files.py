@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,17 @@ INDEX = "model.safetensors.index.json"
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read config.json of a model folder. Raises ValueError when there is none or it is not a JSON object."""
     return read_object(Path(folder) / CONFIG, "a Hugging Face model")
+
+
+def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json with those of its language model, which wrappers of one keep under text_config."""
+    return {**config, **(config.get("text_config") or {})}
+
+
+def text_tensors(folder: str | Path, names: Iterable[str]) -> list[str]:
+    """Return those names of a checkpoint's tensors that belong to its language model: all of them, if it is no wrapper of one."""
+    is_wrapper = "text_config" in read_config(folder)
+    return [name for name in names if not is_wrapper or {"language_model", "lm_head"} & {*name.split(".")}]
 
 
 def read_object(path: Path, what: str = "a run or a study") -> dict[str, Any]:

@@ -32,6 +32,7 @@ COMMANDS = {
     "verify": ("pipelines.verify.command:main", "test whether speculation leaves the sampled distribution alone"),
     "bench": ("pipelines.bench.command:main", "measure speculation arms side by side on one engine"),
     "simulate": ("pipelines.simulate.command:main", "simulate a system or a run, with and without speculation"),
+    "models": ("pipelines.models:main", "say what a policy can do: which drafters, and with which limits"),
     "doctor": ("pipelines.doctor.command:main", "check this machine or cluster before a run is started on it"),
     "drafters": ("pipelines.cli:drafters", "list or pull the drafters that runs have published"),
     "ui": ("pipelines.cli:ui", "print how to look at the runs in a browser"),

@@ -10,6 +10,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ from cotrain.config.schema import (
     RunConfig,
 )
 from cotrain.config.surroundings import cache_problems, nearest
-from cotrain.models.loading import has_to_be_fetched, native_head, resolve_model, serving_problems
+from cotrain.models.capability import drafter_problems
+from cotrain.models.loading import config_folder, has_to_be_fetched, native_head, resolve_model, serving_problems
 from cotrain.process.cluster import engine_device, place
 from cotrain.process.scratch import SHARED_MEMORY
 from cotrain.run.mlflow_store import URI_VARIABLE, check_uri, tracking_uri
@@ -36,7 +39,8 @@ from cotrain.run.run_dir import resume_arguments
 from cotrain.tasks.base import build_task
 from cotrain.tasks.datasets import is_file_or_folder
 from cotrain.tasks.rewards import load_reward
-from drafters.files import read_config, safetensors_header, weight_files
+from drafters.files import read_config, safetensors_header, text_fields, weight_files
+from pipelines.models import facts
 from pipelines.plan import BYTES, GIB, plan
 
 TRAINING_BYTES = 12  # bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments
@@ -81,6 +85,10 @@ def read_command_line(
     if not parsed.dry_run:
         return config, resume
     print(to_toml(config), flush=True)
+    name = config.policy.model
+    with suppress(ValueError):  # the problems below say it too
+        for fact in islice(facts(name, config_folder(name)), 1 if has_to_be_fetched(name) else 2):
+            print(f"# {fact}")
     problems = find_problems(config, resume, command, quick=True, on_this_machine=nodes is None)
     if nodes is not None:
         problems += _problems(lambda: print(plan(config, nodes, gpus)))
@@ -209,7 +217,7 @@ def _check_run_root(config: RunConfig) -> None:
 
 def _check_model(config: RunConfig, model: Path) -> Iterator[str]:
     """Prompt, response and draft tokens fit the model's positions, and vLLM can serve it here."""
-    longest, rollout = read_config(model).get("max_position_embeddings"), config.rollout
+    longest, rollout = text_fields(read_config(model)).get("max_position_embeddings"), config.rollout
     yield from serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
     if longest is not None and rollout.num_positions > longest:
         yield (
@@ -242,11 +250,10 @@ def _shortage(folder: Path, needed: int) -> str | None:
 
 def _check_drafter_shape(config: RunConfig, drafter: DrafterConfig, model: Path) -> Iterator[str]:
     """A drafter of this kind and shape fits the target."""
-    from drafters.base import TargetSpec
-    from drafters.build import kind_of, shape_problems
+    from drafters.build import kind_of
 
     kind, head = drafter.model.type, native_head(model)
-    yield from shape_problems(drafter.model, TargetSpec.from_pretrained(model))
+    yield from drafter_problems(read_config(model), model, drafter.model, engine_device() == "cpu")
     if head is not None and (own := kind_of(head)) != kind:
         yield (
             f'drafter.model.type: {config.policy.model} brings a drafter of its own, of type "{own}", which beside one '

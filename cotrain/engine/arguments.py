@@ -8,6 +8,7 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import CPU_BLOCK_TOKENS, has_linear_attention
 from cotrain.records import Versions
 from drafters.base import ServingSpec
+from drafters.files import read_config
 
 PACKAGE = "cotrain.engine"
 """vLLM imports our classes by name in its own process; importing them here as well would only take time."""
@@ -70,6 +71,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
         # A prompt is found in the prefix cache by whole blocks, and vLLM's 128 tokens are more than many prompts have.
         arguments |= CPU_ARGUMENTS | {"block_size": CPU_BLOCK_TOKENS}
+    if "text_config" in read_config(spec.model_path):
+        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # its image encoder is neither loaded nor updated
     if (ranks := rollout.tensor_parallel_size) > 1:
         if not on_cpu and (num_gpus := current_platform.device_count()) < ranks:
             raise ValueError(f"rollout.vllm.tensor_parallel_size: {ranks} is above the {num_gpus} GPUs here; lower it")

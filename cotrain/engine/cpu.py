@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing.context import ForkContext, ForkProcess
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from cotrain.engine.interface import (
     KERNELS,
     KNOWN_VERSION,
     LINEAR_ATTENTION,
+    MODEL_CLASS,
     MOE_METHOD,
     PROPOSER,
     RUNNER,
@@ -63,6 +65,8 @@ def fork_engine_core() -> None:
     import vllm.v1.executor.multiproc_executor as workers
 
     apply(leave_llvmlite_out)  # before a core looks for kernels, which is before it imports our extension
+    for patch in (load_without_torchvision, inspect_here):  # before vLLM reads a model's configuration
+        apply(patch)
     cores.get_mp_context = workers.get_mp_context = _Forking
 
 
@@ -245,6 +249,49 @@ def pad_short_drafts(
     return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
 
 
+TORCHVISION = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+
+
+def load_without_torchvision(original: Any, entry: Any) -> Any:
+    """Import one of vLLM's models where torchvision is absent, as beside our CPU build of torch, for which it brings CUDA libraries.
+
+    Classes of language models import that of the whole family, and so its image processor: qwen3_5.py imports qwen3_vl.py, which
+    imports image_processing_qwen2_vl.py of transformers, which imports torchvision. Here empty modules stand for it during the
+    import, so that text is served, and an image would fail. This can go when qwen3_vl.py of the pinned version, or the image
+    processor that it imports, can be imported without torchvision.
+    """
+    try:
+        return original(entry)
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+    from transformers import image_processing_backends, video_processing_utils  # noqa: F401  so that they find it absent
+
+    empty = {name: ModuleType(name) for name in TORCHVISION}
+    empty[TORCHVISION[-2]].functional = empty[TORCHVISION[-1]]  # type: ignore[attr-defined]
+    sys.modules.update(empty)
+    try:
+        return original(entry)
+    finally:
+        for name in empty:
+            del sys.modules[name]
+
+
+def inspect_here(original: Any, entry: Any) -> Any:
+    """Look at one of vLLM's models in this process, as it is loaded with `load_without_torchvision` and as long as that is needed.
+
+    vLLM starts another process for it, because on a GPU the import may use CUDA. That one does not have our patches.
+    """
+    from vllm.model_executor.models.registry import _ModelInfo
+
+    return original(entry) if find_spec("torchvision") else _ModelInfo.from_model_cls(entry.load_model_cls())
+
+
 PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
     leave_llvmlite_out: (KERNELS, "_rebind_kernels"),
     expand_batch_to_tokens: (SAMPLING, "expand_batch_to_tokens"),
@@ -256,6 +303,8 @@ PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
     draw_recovered_tokens: (SAMPLING, "sample_recovered_tokens"),
     pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
     pad_short_drafts: (LINEAR_ATTENTION, "_spec_forward"),
+    load_without_torchvision: (MODEL_CLASS, "load_model_cls"),
+    inspect_here: (MODEL_CLASS, "inspect_model_cls"),
 }
 """Our function -> (module or class, name) of the function that it replaces and gets as its first argument."""
 

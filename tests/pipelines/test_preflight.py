@@ -187,6 +187,22 @@ def test_aux_layers_lie_inside_the_target(build, layers: str, message: str | Non
         assert problems(config)[0].startswith(message)
 
 
+def test_a_drafter_that_the_policys_class_in_vllm_cannot_serve_is_refused(build, tmp_path: Path) -> None:
+    write_model(tmp_path / "glm", architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe")
+    [line] = problems(build(f"policy.model={tmp_path / 'glm'}"))
+    assert line == (
+        "drafter.model.type: vLLM's class for Glm4MoeForCausalLM gives no hidden states to an EAGLE-3 drafter; "
+        f"`cotrain models {tmp_path / 'glm'}` says what can draft"
+    )
+    check_run(build(f"policy.model={tmp_path / 'glm'}", "drafter=none"))
+
+
+def test_a_policy_that_vllms_cpu_build_cannot_serve_is_refused(build, tmp_path: Path) -> None:
+    write_model(tmp_path / "minimax", architectures=["MiniMaxM2ForCausalLM"], model_type="minimax_m2")
+    [line] = problems(build(f"policy.model={tmp_path / 'minimax'}"))
+    assert line.startswith("policy.model: model_type minimax_m2 needs a GPU: the router of experts")
+
+
 def test_default_aux_layers_that_collide_are_refused(build, tmp_path: Path) -> None:
     small = write_model(tmp_path / "small", num_hidden_layers=4)
     [line] = problems(build(f"policy.model={small}"))

@@ -68,6 +68,14 @@ def test_a_gpu_takes_vllms_model_runner_and_a_cpu_or_a_history_the_one_that_can(
     assert processes.model_runner(history) == {}
 
 
+def test_a_wrapper_of_a_language_model_is_served_without_images(tmp_path: Path) -> None:
+    assert "limit_mm_per_prompt" not in engine_arguments(spec_of(tmp_path))
+    (tmp_path / "config.json").write_text('{"text_config": {"linear_num_value_heads": 4}}')
+    arguments = engine_arguments(spec_of(tmp_path))
+    assert arguments["limit_mm_per_prompt"] == {"image": 0, "video": 0}
+    assert arguments["enable_prefix_caching"] is False  # of the language model's linear attention
+
+
 def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
     arguments = engine_arguments(spec_of(tmp_path))
     assert arguments["max_num_seqs"] == 8

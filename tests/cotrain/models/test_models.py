@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain.models.loading import SUPPORTED_ARCHITECTURES, build_once, check_model, resolve_model, serving_problems
+from cotrain.models.loading import build_once, check_model, resolve_model, serving_problems
 from cotrain.models.tiny import build_tiny_model
 from drafters.files import safetensors_header
 
@@ -52,7 +52,10 @@ def test_local_folder_resolves_to_itself(model_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bundled:gpt5", r"unknown model 'bundled:gpt5'; cotrain brings bundled:smollm2-135m-instruct and tiny:llama"),
+        (
+            "bundled:gpt5",
+            r"unknown model 'bundled:gpt5'; cotrain brings bundled:smollm2-135m-instruct, tiny:llama, tiny:qwen3, ",
+        ),
         ("tiny:gpt", r"unknown model 'tiny:gpt'"),
         ("./missing/model", r"no local folder '\./missing/model', .* Give an existing model folder, a hub id such as"),
         ("/etc/hostname", r"no local folder '/etc/hostname', and the hub did not"),
@@ -77,21 +80,22 @@ def test_bundled_model_without_its_package_names_the_pip_command(cache, monkeypa
 # checks
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-def test_supported_architectures_pass(model_folder, architecture):
-    edit_json(model_folder / "config.json", architectures=[architecture])
+@pytest.mark.parametrize("family", ["Mistral", "Granite", "Olmo3", "Phi3"])
+def test_a_family_that_vllm_serves_and_transformers_trains_passes(model_folder, family):
+    edit_json(model_folder / "config.json", architectures=[f"{family}ForCausalLM"], model_type=family.lower())
     check_model(model_folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["BertModel"]}, r"architecture BertModel is not supported; supported are LlamaForCausalLM"),
-        ({"architectures": None}, r"architecture none is not supported"),
+        ({"architectures": ["BertModel"]}, r"architecture BertModel is none that vLLM generates text with"),
+        ({"architectures": None}, r"architecture none is none that"),
+        ({"model_type": "mimo"}, r"model_type mimo is none that transformers trains as a language model"),
         ({"quantization_config": {"quant_method": "awq"}}, r"the weights are quantized \(awq\)"),
         (
             {"sliding_window": 64, "qkv_bias": True},
-            r"config\.json has qkv_bias = True, sliding_window = 64, with which vLLM would not compute .* take out what",
+            r"config\.json: with qkv_bias = True, sliding_window = 64 vLLM would not compute .* take out what",
         ),
     ],
 )
@@ -254,6 +258,14 @@ def test_tiny_model_is_the_same_for_a_seed_and_leaves_random_state_alone(tmp_pat
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("name", ["tiny:qwen3_moe", "tiny:qwen3_5_vision"])
+def test_a_tiny_model_of_another_family_predicts_other_tokens_after_others(name):
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32)
+    with torch.inference_mode():
+        likeliest = model(torch.arange(3, 67)[None]).logits[0].argmax(-1)
+    assert len(likeliest.unique()) > 4
+
+
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
 
 
@@ -268,6 +280,8 @@ LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size
         (LLAMA | {"intermediate_size": 100}, 8, ["intermediate_size"]),
         (LLAMA | {"vocab_size": 500}, 8, []),  # vLLM pads it to 512
         (LLAMA | {"linear_num_value_heads": 32}, 2, ["linear attention"]),
+        ({"text_config": LLAMA | {"linear_num_value_heads": 32}}, 2, ["linear attention"]),
+        ({"text_config": LLAMA}, 3, ["num_attention_heads", "num_key_value_heads", "intermediate_size"]),
     ],
 )
 def test_ranks_that_do_not_divide_a_model_are_refused(config, ranks, named, tmp_path):
