@@ -156,7 +156,7 @@ def unroll(
         return starts, *layer.self_attn.keys_and_values(x, positions)
 
     def draft(
-        layer: DraftLayer, position: int, of: Alignment, context: list[Tensor], starts: slice, hidden: Tensor,
+        layer: DraftLayer, position: int, of: Alignment, context: tuple[Tensor, Tensor], starts: slice, hidden: Tensor,
         *own: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         positions = batch.positions[of.start_rows[starts]] + position
@@ -171,12 +171,12 @@ def unroll(
         normed = norm(hidden) if layer is last else hidden
         return normed if recycles_normed else hidden, normed, *own[-2:]
 
-    hidden, contexts = features[rows].to(dtype), []
+    hidden, contexts = features[rows].to(dtype), list[tuple[Tensor, Tensor]]()
     for layer in layers:
-        hidden, *context = _recomputed(read_context, layer, hidden)
-        contexts.append(context)
+        hidden, keys, values = _recomputed(read_context, layer, hidden)
+        contexts.append((keys, values))
         if layer is not last:
-            hidden, _ = _in_chunks(draft, hidden, [], layer, 0, alignment.of_context(batch), context)
+            hidden, _ = _in_chunks(draft, hidden, [], layer, 0, alignment.of_context(batch), contexts[-1])
     outputs: list[Tensor] = []
     own: list[list[Tensor]] = [[] for _ in layers]
     for position in range(len(alignment.supervised)):

@@ -8,16 +8,10 @@ from tests.engine.runs import metrics_of, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_runs.py has a run
 
-READ_BACK = "the read-back of updates does not know its in_proj_* weights yet"
-
 
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [
-        ("tiny:qwen3_moe", "float32"),
-        pytest.param("tiny:qwen3_5", "bfloat16", marks=pytest.mark.xfail(reason=READ_BACK, strict=True)),
-        pytest.param("tiny:gpt_oss", "float32", marks=pytest.mark.xfail(reason=READ_BACK, strict=True)),
-    ],
+    [("tiny:qwen3_moe", "float32"), ("tiny:qwen3_5", "bfloat16"), ("tiny:gpt_oss", "float32")],
 )
 def test_a_run_trains_policy_and_drafter(model: str, dtype: str, tmp_path: Path) -> None:
     settings = (f"policy.model={model}", f"rollout.dtype={dtype}", "steps=2", "checkpoint.every=2")
