@@ -132,7 +132,7 @@ def test_help_shows_types_and_defaults() -> None:
     for line in [
         "  steps  (integer > 0, required)",
         "  top_p  (number > 0 and <= 1, default 1.0)",
-        "  aux_layers  (list of 3 integers, default none)",
+        "  aux_layers  (list of integers, default none)",
         '  draft_sample_method  (greedy | probabilistic, default "probabilistic")',
         '[task]  type = "dataset"',
     ]:
