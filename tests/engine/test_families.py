@@ -19,5 +19,5 @@ def test_a_run_trains_policy_and_drafter(model: str, dtype: str, tmp_path: Path)
     assert "tapped hidden states are the policy's own" in output
     assert "greedy output identical with and without speculation" in output
     rows = metrics_of(tmp_path, "smoke")
-    assert [row["policy_version"] for row in rows] == [1, 2]
-    assert any(row.get("drafter_version") for row in rows)
+    assert [row["versions/policy"] for row in rows] == [0, 1]
+    assert any(row["versions/drafter"] for row in rows)
