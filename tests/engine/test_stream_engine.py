@@ -65,6 +65,17 @@ def log_probs_of(rollout: Rollout, models: list[Any]) -> tuple[torch.Tensor, tor
     return law.gather(1, text[0, first + 1 :, None]).squeeze(1), law.argmax(-1)
 
 
+def check_log_probs(rollout: Rollout, own: torch.Tensor) -> None:
+    """Compare a rollout's log-probs with those of its policies, `own`.
+
+    With the other policy, 99.9 % of the tokens differ by more than 1e-3; rounding alone moves one token in 10^5 by 3e-5, and
+    has moved one by 2e-4. A stale row of the KV cache would move every token that follows it.
+    """
+    error = (own - torch.tensor(rollout.log_probs)).abs()
+    outliers = {int(i): float(error[i]) for i in (error > 1e-4).nonzero().flatten()}
+    assert len(outliers) <= 1 and error.max() < 1e-3, (outliers, rollout.segments)
+
+
 def records_of(batch: RolloutBatch) -> list[FeatureRecord]:
     return [record for shard in batch.features for record in read_shard(shard)]
 
@@ -123,7 +134,7 @@ def test_every_token_is_stamped_with_the_policy_that_generated_it(
             if batch is greedy:
                 assert likeliest.tolist() == rollout.token_ids
             else:
-                assert (own - torch.tensor(rollout.log_probs)).abs().max() < 1e-4
+                check_log_probs(rollout, own)
                 # Stamps that are off by one would show.
                 shifted = rollout.segments[0].end
                 other, _ = log_probs_of(rollout, models[::-1])
