@@ -9,7 +9,7 @@ from drafters.config import DrafterModelConfig
 from drafters.draft_model.model import FAMILIES, DraftModel
 from drafters.eagle3.model import Eagle3Drafter
 from drafters.files import read_config
-from drafters.mtp.formats import MIMO, QWEN3_NEXT
+from drafters.mtp.formats import FORMATS
 from drafters.mtp.model import MtpDrafter
 from drafters.mtp.native import has_native_head as has_native_head
 from drafters.mtp.native import split as split
@@ -19,8 +19,7 @@ DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "mtp": MtpDrafter
 
 ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
-    MIMO.architecture: "mtp",
-    QWEN3_NEXT.architecture: "mtp",
+    **{known.architecture: "mtp" for known in FORMATS.values()},
     **dict.fromkeys(FAMILIES.values(), "draft_model"),
 }
 """Type of the drafter in a checkpoint, by the architecture in its config.json."""

@@ -62,7 +62,11 @@ class DraftModelConfig(ModelSection):
     """Draft positions that the training loss covers. Serve no more draft tokens than this."""
 
 
-NATIVE_HEAD_ARCHITECTURES = {"MiMoForCausalLM": "Qwen2ForCausalLM", "Qwen3NextForCausalLM": "Qwen3NextForCausalLM"}
+KEPT = [f"Qwen3_5{kind}" for kind in ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")]
+NATIVE_HEAD_ARCHITECTURES = {
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+    **{name: name for name in ("Qwen3NextForCausalLM", "Glm4MoeForCausalLM", *KEPT)},
+}
 """Policies whose checkpoint may hold an MTP head: the architecture in its config.json, and that without the head."""
 
 DrafterModelConfig = Annotated[Eagle3Config | MtpConfig | DraftModelConfig, Field(discriminator="type")]

@@ -43,6 +43,8 @@ class Experts:
     size: int
     shared_size: int  # width of the expert that all tokens go through
     normed: bool  # the weights of the chosen experts sum to 1
+    scale: float = 1.0  # on the output of the chosen experts
+    groups: int = 1  # of which some are chosen first
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ class TargetSpec:
     rope_parameters: dict[str, Any]  # whole, as transformers 5 normalises them; of layers with full attention
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()  # at which the engine ends a response; always in the draft vocabulary
-    experts: Experts | None = None  # of layer 0, if it has experts in place of an MLP
+    experts: Experts | None = None  # of layer 0, or of the layers behind the last, if there are any in place of an MLP
     tie_word_embeddings: bool = False  # the embedding is the output head too
     sliding_window: int | None = None  # latest tokens that every layer attends to, and a drafter's too; None: all
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # heads of GLM-4.5 norm queries and keys
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
@@ -95,6 +98,7 @@ class TargetSpec:
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             attention_bias=bool(config.get("attention_bias")),
             mlp_bias=bool(config.get("mlp_bias")),
+            qk_norm=bool(config.get("use_qk_norm")),
             **{name: required(name) for name in COPIED},
         )
 
@@ -174,13 +178,12 @@ def _default_theta(config: dict[str, Any]) -> float:
 
 
 def _experts(config: dict[str, Any]) -> Experts | None:
+    per_token, size = config.get("num_experts_per_tok", 1), config.get("moe_intermediate_size", 0)
+    normed = config.get("norm_topk_prob", True)
+    if number := config.get("n_routed_experts"):  # GLM and DeepSeek
+        shared, scale = size * (config.get("n_shared_experts") or 0), config.get("routed_scaling_factor", 1.0)
+        return Experts(number, per_token, size, shared, normed, scale, config.get("n_group") or 1)
     every = config.get("decoder_sparse_step", 1)
     if not config.get("num_experts") or every != 1 or 0 in (config.get("mlp_only_layers") or ()):
         return None
-    return Experts(
-        number=config["num_experts"],
-        per_token=config.get("num_experts_per_tok", 1),
-        size=config.get("moe_intermediate_size", 0),
-        shared_size=config.get("shared_expert_intermediate_size", 0),
-        normed=config.get("norm_topk_prob", True),
-    )
+    return Experts(config["num_experts"], per_token, size, config.get("shared_expert_intermediate_size", 0), normed)

@@ -34,13 +34,14 @@ class ZeroCentredRMSNorm(nn.Module):
 class Attention(nn.Module):
     """Projections of grouped-query attention over inputs of any width.
 
-    gated: each head's query and key pass a zero-centred norm, and each head's output is multiplied by the sigmoid of a
-    gate, whose weights follow those of the head's query in q_proj (Qwen3-Next).
+    gated: each head's output is multiplied by the sigmoid of a gate, whose weights follow those of the head's query in q_proj
+    (Qwen3-Next). norm: the class of the norms that each head's query and key pass, if any.
     """
 
     def __init__(
-        self, sizes: TargetSpec, input_size: int, bias: bool = False, output_bias: bool = False, gated: bool = False
-    ) -> None:
+        self, sizes: TargetSpec, input_size: int, bias: bool = False, output_bias: bool = False, gated: bool = False,
+        norm: Callable[[int, float], nn.Module] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         heads, size = sizes.num_attention_heads, sizes.head_dim
         self.sizes, self.gated = sizes, gated
@@ -49,19 +50,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, sizes.num_key_value_heads * size, bias=bias)
         self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=output_bias)
         self.angles, self.factor = inverse_frequencies(sizes)  # no buffer: always float32, and in no checkpoint
-        if gated:
-            self.q_norm, self.k_norm = (ZeroCentredRMSNorm(size, sizes.rms_norm_eps) for _ in range(2))
+        self.q_norm, self.k_norm = (norm(size, sizes.rms_norm_eps) if norm else nn.Identity() for _ in range(2))
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the queries [R, heads, D] with rotary embeddings of positions [R]."""
         queries = F.linear(x, self._query_rows(0)) if self.gated else self.q_proj(x)
         queries = queries.unflatten(-1, (-1, self.sizes.head_dim))
-        return self._rotate(self.q_norm(queries) if self.gated else queries, positions)
+        return self._rotate(self.q_norm(queries), positions)
 
     def keys_and_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [R, kv heads, D]; the keys have rotary embeddings of positions [R]."""
         keys = self.k_proj(x).unflatten(-1, (-1, self.sizes.head_dim))
-        keys = self._rotate(self.k_norm(keys) if self.gated else keys, positions)
+        keys = self._rotate(self.k_norm(keys), positions)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.sizes.head_dim))
 
     def output(self, attended: Tensor, x: Tensor) -> Tensor:

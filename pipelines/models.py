@@ -16,8 +16,9 @@ from cotrain.models.capability import (
 )
 from cotrain.models.loading import BUILT, built, config_folder, config_problem
 from cotrain.process.cluster import engine_device
-from drafters.config import NATIVE_HEAD_ARCHITECTURES, DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.files import read_config, text_fields
+from drafters.mtp.formats import without_head
 from pipelines.help import help_of
 
 KINDS = (Eagle3Config(type="eagle3"), MtpConfig(type="mtp"), DraftModelConfig(type="draft_model"))
@@ -36,12 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     name = parser.parse_args(arguments).name
     folder = built(name) if name in BUILT else config_folder(name)
     print("\n".join(facts(name, folder)))
-    return int(config_problem(policy_config(folder)) is not None)
+    return int(config_problem(without_head(read_config(folder))) is not None)
 
 
 def facts(name: str, folder: Path) -> Iterator[str]:
     """Say what the policy called name can do, a sentence a line; the first needs no torch. folder: the one with its config.json."""
-    config, on_cpu = policy_config(folder), engine_device() == "cpu"
+    config, on_cpu = without_head(read_config(folder)), engine_device() == "cpu"
     if problem := config_problem(config):
         yield f"{name} cannot be trained: {problem}."
         return
@@ -53,18 +54,6 @@ def facts(name: str, folder: Path) -> Iterator[str]:
     yield f"Drafters that can be trained for it: {can}. A history (rollout.history) can always draft."
     yield from (f"Not {kind}: {reason}." for kind, reason in reasons.items() if reason is not None)
     yield from _limits(config, on_cpu)
-
-
-def policy_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a policy, as it is without the MTP head that the checkpoint may bring."""
-    from drafters.mtp.formats import NATIVE_ARCHITECTURES
-
-    config = read_config(folder)
-    architecture = architecture_of(config)
-    if architecture not in NATIVE_HEAD_ARCHITECTURES:
-        return config
-    without = NATIVE_HEAD_ARCHITECTURES[architecture]
-    return config | {"architectures": [without], "model_type": NATIVE_ARCHITECTURES[architecture].model_type}
 
 
 def _drafting_problem(config: dict[str, Any], folder: Path, kind: Any, on_cpu: bool) -> str | None:

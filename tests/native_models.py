@@ -1,6 +1,6 @@
 """Tiny policies that bring an MTP head of their own, as their makers store them; the head is random.
 
-`python -m tests.native_models` trains those of the engine tests, which takes a minute, unless that was done before.
+`python -m tests.native_models` trains those of `make test`, which takes a minute, unless that was done before.
 """
 
 import hashlib
@@ -11,13 +11,24 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from cotrain.models import tiny
 from cotrain.models.tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, train_on_chain
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import MtpConfig
+from drafters.mtp.formats import NATIVE_ARCHITECTURES
 
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
@@ -42,6 +53,27 @@ def qwen3_next_model() -> PreTrainedModel:
     )  # fmt: skip
 
 
+def qwen3_5_model() -> PreTrainedModel:
+    """Two layers of gated linear attention and two of full attention, without experts."""
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            **SIZES, num_hidden_layers=4, head_dim=64, layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128, linear_value_head_dim=128,
+        )
+    )  # fmt: skip
+
+
+def glm4_moe_model() -> PreTrainedModel:
+    """A layer without experts and three with them, chosen by sigmoids; half of each head rotates."""
+    return Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **SIZES, num_hidden_layers=4, head_dim=64, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+            n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
+            routed_scaling_factor=1.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        )
+    )  # fmt: skip
+
+
 def write_native(folder: Path, model: PreTrainedModel, architecture: str, trained: bool = False) -> Path:
     """The model and a random head as one checkpoint, which says that it is an `architecture`."""
     tokenizer = byte_tokenizer()
@@ -53,12 +85,17 @@ def write_native(folder: Path, model: PreTrainedModel, architecture: str, traine
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, **head}, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": [architecture], "num_nextn_predict_layers": 1}
+    config |= {"architectures": [architecture], NATIVE_ARCHITECTURES[architecture].counted_by: 1}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-ARCHITECTURES = {"mimo": (mimo_model, "MiMoForCausalLM"), "qwen3-next": (qwen3_next_model, "Qwen3NextForCausalLM")}
+ARCHITECTURES = {
+    "mimo": (mimo_model, "MiMoForCausalLM"),
+    "qwen3-next": (qwen3_next_model, "Qwen3NextForCausalLM"),
+    "qwen3-5": (qwen3_5_model, "Qwen3_5ForCausalLM"),
+    "glm4-moe": (glm4_moe_model, "Glm4MoeForCausalLM"),
+}
 
 
 def trained_native(name: str) -> Path:
@@ -78,5 +115,5 @@ def trained_native(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    for name in ARCHITECTURES:
+    for name in ("mimo", "qwen3-next"):  # the others are for `make test-long`
         trained_native(name)

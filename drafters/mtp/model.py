@@ -1,8 +1,8 @@
 """The MTP drafter: a head over the target's final hidden state, with the target's own embedding and output head.
 
 The head joins the normed embedding of the next token and the normed hidden state into one vector, and runs a decoder
-layer on it. The maths are those of vLLM's mimo_mtp.py and qwen3_next_mtp.py. The state after the final norm is read by the
-target's head and fed back at the next draft position. In shapes, R counts packed rows and H is the hidden size.
+layer on it. The maths are those of vLLM's mimo_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py and glm4_moe_mtp.py. The target's head
+reads the state after the final norm. In shapes, R counts packed rows, E experts, and H is the hidden size.
 
 The checkpoint folder, which stock vLLM serves beside the target, holds the head's tensors under the names of its format, and
 nothing of the target. The target's matrices are borrowed for each loss, never kept, so that a policy update refreshes them and
@@ -19,7 +19,7 @@ from drafters.alignment import Alignment, DraftBatch
 from drafters.base import TRAINED_DEPTH, Drafter, Experts, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import MtpConfig
 from drafters.files import read_config
-from drafters.mtp.formats import NUM_HEADS, TARGETS, HeadFormat, head_sizes
+from drafters.mtp.formats import TARGETS, HeadFormat, head_sizes
 from drafters.unroll import MLP, Attention, DraftLayer, ZeroCentredRMSNorm, unroll
 
 OF_TARGET = (
@@ -37,20 +37,63 @@ class SparseMLP(nn.Module):
         self.routing = experts
         self.gate = nn.Linear(hidden_size, experts.number, bias=False)
         self.experts = nn.ModuleList([MLP(hidden_size, experts.size) for _ in range(experts.number)])
-        self.shared_expert = MLP(hidden_size, experts.shared_size)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return what the shared expert makes of x [R, H]."""
+        raise NotImplementedError
+
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores [R, E] that weight the experts, and those that choose them."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [R, H] for x [R, H]."""
-        weights, chosen = self.gate(x).softmax(-1).topk(self.routing.per_token, dim=-1)
+        scores, choosing = self.scores(x)
+        chosen = choosing.topk(self.routing.per_token, dim=-1).indices
+        weights = scores.gather(1, chosen)
         if self.routing.normed:
             weights = weights / weights.sum(-1, keepdim=True)
-        output = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        weights, output = (self.routing.scale * weights).to(x.dtype), self.shared(x)
         for index, expert in enumerate(self.experts):
             rows, place = (chosen == index).nonzero(as_tuple=True)
             if len(rows):
                 output = output.index_add(0, rows, weights[rows, place, None] * expert(x[rows]))
         return output
+
+
+class SoftmaxMLP(SparseMLP):
+    """Experts by a softmax; a gate weights the shared one (Qwen)."""
+
+    def __init__(self, hidden_size: int, experts: Experts) -> None:
+        super().__init__(hidden_size, experts)
+        self.shared_expert = MLP(hidden_size, experts.shared_size)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def shared(self, x: Tensor) -> Tensor:
+        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(x).softmax(-1)
+        return scores, scores
+
+
+class SigmoidMLP(SparseMLP):
+    """Experts by sigmoids in float32, to which a bias that no gradient changes is added for the choice alone (GLM, DeepSeek)."""
+
+    def __init__(self, hidden_size: int, experts: Experts) -> None:
+        super().__init__(hidden_size, experts)
+        self.gate.register_buffer("e_score_correction_bias", torch.zeros(experts.number))
+        self.shared_experts = MLP(hidden_size, experts.shared_size)
+
+    def shared(self, x: Tensor) -> Tensor:
+        return self.shared_experts(x)
+
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(x).float().sigmoid()
+        return scores, scores + self.gate.e_score_correction_bias
+
+
+MLPS = {"softmax": SoftmaxMLP, "sigmoid": SigmoidMLP}
 
 
 class MtpHead(DraftLayer):
@@ -60,21 +103,24 @@ class MtpHead(DraftLayer):
         super().__init__()
         size, eps, gated = sizes.hidden_size, sizes.rms_norm_eps, head_format.gated
         norm = ZeroCentredRMSNorm if gated else nn.RMSNorm
-        self.hidden_first = head_format.hidden_first
+        self.format = head_format
         self.embedding_norm, self.hidden_norm = norm(size, eps), norm(size, eps)
         self.joining = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm = norm(size, eps)
-        self.self_attn = Attention(sizes, size, bias=not gated, gated=gated)
+        self.self_attn = Attention(
+            sizes, size, sizes.attention_bias, gated=gated, norm=norm if gated or sizes.qk_norm else None
+        )
         self.post_attention_layernorm = norm(size, eps)
-        self.mlp = SparseMLP(size, sizes.experts) if sizes.experts else MLP(size, sizes.intermediate_size)
+        experts = sizes.experts
+        self.mlp = MLPS[head_format.experts](size, experts) if experts else MLP(size, sizes.intermediate_size)
         self.output_norm = norm(size, eps)
 
     def join(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Join embeddings and hidden states [R, H] into the residual [R, H] that enters the decoder layer."""
-        if self.hidden_first:
+        if self.format.zero_first:
             embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
         normed = [self.embedding_norm(embeddings), self.hidden_norm(hidden)]
-        return self.joining(torch.cat(normed[::-1] if self.hidden_first else normed, dim=-1))
+        return self.joining(torch.cat(normed[::-1] if self.format.hidden_first else normed, dim=-1))
 
     def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         residual = self.join(embeddings, hidden, positions)
@@ -88,7 +134,7 @@ class MtpDrafter(Drafter):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.format = TARGETS[shape.sizes.model_type]
+        self.format = TARGETS[shape.sizes.model_type].behind(shape.sizes.num_layers)
         # Not a submodule for torch: the modules of the head are registered only under their names in a checkpoint.
         object.__setattr__(self, "head", MtpHead(self.format, shape.sizes))
         for name, module in self.head.named_children():
@@ -107,13 +153,13 @@ class MtpDrafter(Drafter):
     @staticmethod
     def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
         config = read_config(folder)
-        num_heads = config.get(NUM_HEADS) or 1
-        if num_heads != 1:
+        sizes = head_sizes(target)
+        wanted, counted_by = TARGETS[target.model_type].architecture, TARGETS[target.model_type].counted_by
+        if (num_heads := config.get(counted_by) or 1) != 1:
             raise ValueError(
-                f"{folder} has {num_heads} MTP heads ({NUM_HEADS}), one for each draft position; vLLM runs the first "
+                f"{folder} has {num_heads} MTP heads ({counted_by}), one for each draft position; vLLM runs the first "
                 "again for every position, so only a single head is trained and served"
             )
-        sizes, wanted = head_sizes(target), TARGETS[target.model_type].architecture
         if config["architectures"][0] != wanted:
             raise ValueError(
                 f"{folder} is an MTP head of format {config['architectures'][0]}; a target of model_type "
@@ -134,7 +180,7 @@ class MtpDrafter(Drafter):
         return {
             "architectures": [head_format.architecture],
             "model_type": head_format.model_type,
-            NUM_HEADS: 1,
+            head_format.counted_by: 1,
             TRAINED_DEPTH: shape.trained_depth,
             **sizes.layer_config(),
             "num_hidden_layers": sizes.num_layers,
@@ -148,7 +194,7 @@ class MtpDrafter(Drafter):
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden = unroll(
             lambda final_hidden: final_hidden, [self.head], self.head.output_norm, batch.final_hidden, batch, alignment,
-            target.embedding, recycles_normed=True,
+            target.embedding, recycles_normed=self.format.recycles_normed,
         )  # fmt: skip
         return hidden, target.head.detach().to(self.head.joining.weight.dtype)
 
@@ -157,4 +203,4 @@ class MtpDrafter(Drafter):
         """Let the target's hidden state pass through to its head: the joined vector is the normed hidden state at first."""
         super().initialise(generator)
         halves = self.head.joining.weight.zero_().chunk(2, dim=1)
-        halves[0 if self.head.hidden_first else 1].fill_diagonal_(1.0)
+        halves[0 if self.format.hidden_first else 1].fill_diagonal_(1.0)

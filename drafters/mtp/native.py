@@ -7,15 +7,15 @@ reach the other. Stitched, they are one folder with its original configuration a
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.base import read_tensors, save_tensors
-from drafters.config import NATIVE_HEAD_ARCHITECTURES
-from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, weight_files, write_json
-from drafters.mtp.formats import NATIVE_ARCHITECTURES, NUM_HEADS
+from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, text_fields, weight_files, write_json
+from drafters.mtp.formats import NATIVE_ARCHITECTURES, SHARED, HeadFormat, without_head
 
 HEAD_FILE = "model-mtp.safetensors"
 WHOLE_CONFIG = "whole_config.json"  # file in the head's folder: the config.json of the checkpoint that held both
@@ -23,10 +23,15 @@ WHOLE_CONFIG = "whole_config.json"  # file in the head's folder: the config.json
 
 def has_native_head(folder: Path) -> bool:
     """Say whether a model folder holds an MTP head of a known format."""
-    known = NATIVE_ARCHITECTURES.get((read_config(folder).get("architectures") or [""])[0])
-    if known is None:
+    config = read_config(folder)
+    if (config.get("architectures") or [""])[0] not in NATIVE_ARCHITECTURES:
         return False
+    known = _format(config)
     return any(name.startswith(known.tensors) for file in weight_files(folder) for name in safetensors_header(file))
+
+
+def _format(config: dict[str, Any]) -> HeadFormat:
+    return NATIVE_ARCHITECTURES[config["architectures"][0]].behind(text_fields(config).get("num_hidden_layers", 0))
 
 
 def split(folder: Path, policy: Path, head: Path) -> None:
@@ -34,7 +39,7 @@ def split(folder: Path, policy: Path, head: Path) -> None:
     policy.mkdir()
     head.mkdir()
     config = read_config(folder)
-    known = NATIVE_ARCHITECTURES[config["architectures"][0]]
+    known = _format(config)
     head_tensors: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
     for file in weight_files(folder):
@@ -45,11 +50,10 @@ def split(folder: Path, policy: Path, head: Path) -> None:
             weight_map |= dict.fromkeys(tensors, file.name)
     if (folder / INDEX).is_file():
         write_json(policy / INDEX, {"metadata": {}, "weight_map": weight_map})
-    plain = {name: value for name, value in config.items() if name not in (NUM_HEADS, "auto_map")}
-    without_head = NATIVE_HEAD_ARCHITECTURES[config["architectures"][0]]
-    write_json(policy / CONFIG, plain | {"architectures": [without_head], "model_type": known.model_type})
-    save_tensors(head_tensors, head / WEIGHTS)
-    write_json(head / CONFIG, config | {"architectures": [known.architecture], "model_type": known.model_type})
+    write_json(policy / CONFIG, without_head(config))
+    save_tensors({name: tensor for name, tensor in head_tensors.items() if not name.endswith(SHARED)}, head / WEIGHTS)
+    own = {name: value for name, value in text_fields(config).items() if not name.endswith("_config")}
+    write_json(head / CONFIG, own | {"architectures": [known.architecture], "model_type": known.model_type})
     write_json(head / WHOLE_CONFIG, config)
 
 
@@ -60,10 +64,9 @@ def stitch(policy: Path, head: Path, split_head: Path, out: Path) -> None:
     Raises ValueError when its checkpoint format is another one.
     """
     config = json.loads((split_head / WHOLE_CONFIG).read_text())
-    known = NATIVE_ARCHITECTURES[config["architectures"][0]]
     tensors = read_tensors(head)
-    if foreign := [name for name in tensors if not name.startswith(known.tensors)]:
-        raise ValueError(f"{head} does not belong into a {config['architectures'][0]}: it holds {foreign[0]}")
+    if foreign := sorted(tensors.keys() ^ safetensors_header(split_head / WEIGHTS).keys()):
+        raise ValueError(f"{head} does not belong into a {config['architectures'][0]}: one of them has no {foreign[0]}")
     weight_map: dict[str, str] = {}
     for file in weight_files(policy):
         shutil.copyfile(file, out / file.name)

@@ -56,14 +56,15 @@ def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:
 
     copy_tokenizer(model, out)
     if drafter is not None and (head := native_head(model)) is not None:
-        return stitch(policy, drafter, head, out)
-    for file in policy.iterdir():
-        if file.suffix in (".json", ".safetensors"):
-            shutil.copyfile(file, out / file.name)
+        stitch(policy, drafter, head, out)
+    else:
+        for file in policy.iterdir():
+            if file.suffix in (".json", ".safetensors"):
+                shutil.copyfile(file, out / file.name)
+        if drafter is not None:
+            shutil.copytree(drafter, out / "drafter")
     if "text_config" in read_model_config(model):
         _add_other_tensors(model, out)
-    if drafter is not None:
-        shutil.copytree(drafter, out / "drafter")
 
 
 def _add_other_tensors(model: Path, out: Path) -> None:

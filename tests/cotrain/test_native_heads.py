@@ -1,6 +1,7 @@
 """Policies with an MTP head of their own: split on load, stitched on export, and what is refused."""
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,35 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config
 from cotrain.config.schema import RunConfig
-from cotrain.models.loading import native_head, resolve_model
+from cotrain.models.loading import RANDOM_MODELS, native_head, resolve_model
+from cotrain.models.tiny import build_random_model
 from drafters.base import Experts, TargetSpec
 from drafters.build import build_drafter, has_native_head, load_drafter, split, stitch
 from drafters.config import NATIVE_HEAD_ARCHITECTURES, Eagle3Config, MtpConfig
 from drafters.mtp.formats import NATIVE_ARCHITECTURES
 from pipelines.preflight import check_run
-from tests.native_models import mimo_model, qwen3_next_model, write_native
+from tests.native_models import glm4_moe_model, mimo_model, qwen3_5_model, qwen3_next_model, write_native
 
-MAKERS = {"MiMoForCausalLM": mimo_model, "Qwen3NextForCausalLM": qwen3_next_model}
+
+def qwen3_5_wrapper() -> PreTrainedModel:
+    """A language model with an image encoder beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_random_model(Path(folder), RANDOM_MODELS["qwen3_5_vision"])
+        return AutoModelForImageTextToText.from_pretrained(folder)
+
+
+MAKERS = {
+    "MiMoForCausalLM": mimo_model,
+    "Qwen3NextForCausalLM": qwen3_next_model,
+    "Qwen3_5ForCausalLM": qwen3_5_model,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_wrapper,
+    "Glm4MoeForCausalLM": glm4_moe_model,
+}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -99,12 +115,11 @@ def test_the_head_is_a_drafter_and_the_policy_has_none_of_it(whole: Path, tmp_pa
     drafter = load_drafter(head, TargetSpec.from_pretrained(policy), config=MtpConfig(type="mtp", trained_depth=2))
     assert drafter.shape.trained_depth == 2
     learner = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    ours, theirs = dict(drafter.named_parameters()), dict(learner.named_parameters())
+    ours, theirs = drafter.state_dict(), dict(learner.named_parameters())
     assert not ours.keys() & theirs.keys()
-    assert not [name for name in theirs if "mtp" in name]
     original = load_file(whole / "model.safetensors")
     for name, parameter in ours.items():
-        torch.testing.assert_close(parameter.detach(), original[name], rtol=0, atol=0)
+        torch.testing.assert_close(parameter, original[name], rtol=0, atol=0)
     kept = load_file(policy / "model.safetensors")
     assert kept.keys() | ours.keys() == original.keys()
     assert all(torch.equal(tensor, original[name]) for name, tensor in kept.items())
@@ -116,10 +131,23 @@ def test_a_trained_head_of_another_format_is_not_stitched_in(whole: Path, tmp_pa
     other = {"model_type": "llama", "experts": None}
     if target.model_type != "qwen3_next":
         other = {"model_type": "qwen3_next", "experts": Experts(2, 1, 16, 16, True)}
-    foreign = build_drafter(MtpConfig(type="mtp"), replace(target, **other), seed=0)
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    foreign = build_drafter(MtpConfig(type="mtp"), replace(target, **other, rope_parameters=plain), seed=0)
     foreign.save(tmp_path / "foreign", torch.float32)
     with pytest.raises(ValueError, match="does not belong into a"):
         stitch(policy, tmp_path / "foreign", head, tmp_path)
+
+
+def test_copies_of_embedding_and_output_head_are_left_out(tmp_path: Path) -> None:
+    """GLM's checkpoints have them beside the head; engines read the policy's own."""
+    whole = write_native(tmp_path / "whole", glm4_moe_model(), "Glm4MoeForCausalLM")
+    tensors = load_file(whole / "model.safetensors")
+    for copied, source in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        tensors[f"model.layers.4.{copied}.weight"] = tensors[f"{source}.weight"].clone()
+    save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+    policy, head = parts(whole, tmp_path)
+    kept = load_file(policy / "model.safetensors").keys() | load_file(head / "model.safetensors").keys()
+    assert tensors.keys() - kept == {f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
 
 
 def config(mimo: Path, *overrides: str) -> RunConfig:

@@ -55,6 +55,9 @@ class Kind:
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+            for name, buffer in drafter.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator, dtype=torch.float64) * 0.5)
         return drafter
 
 
@@ -76,6 +79,22 @@ QWEN3_NEXT = dataclasses.replace(
         experts=Experts(number=4, per_token=2, size=12, shared_size=20, normed=True),
     ),
 )
+QWEN3_5 = dataclasses.replace(
+    QWEN3_NEXT,
+    name="mtp qwen3_5",
+    target=dataclasses.replace(QWEN3_NEXT.target, model_type="qwen3_5_text", experts=None),
+)
+GLM = dataclasses.replace(
+    QWEN3_NEXT,
+    name="mtp glm4_moe",
+    target=dataclasses.replace(
+        QWEN3_NEXT.target,
+        model_type="glm4_moe",
+        experts=Experts(number=4, per_token=2, size=12, shared_size=20, normed=True, scale=1.5),
+        attention_bias=True,
+        qk_norm=True,
+    ),
+)
 DRAFT_MODEL = Kind(
     name="draft_model",
     target=TARGET,
@@ -88,8 +107,8 @@ TIED_DRAFT_MODEL = dataclasses.replace(
     name="draft_model tied",
     target=dataclasses.replace(TARGET, model_type="qwen3", tie_word_embeddings=True),
 )
-KINDS = (EAGLE3, MIMO, QWEN3_NEXT, DRAFT_MODEL, TIED_DRAFT_MODEL)
-MTP_KINDS = (MIMO, QWEN3_NEXT)
+MTP_KINDS = (MIMO, QWEN3_NEXT, QWEN3_5, GLM)
+KINDS = (EAGLE3, *MTP_KINDS, DRAFT_MODEL, TIED_DRAFT_MODEL)
 
 
 def kind_name(kind: Kind) -> str:

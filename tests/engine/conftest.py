@@ -95,12 +95,6 @@ def tokens(batch: RolloutBatch) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def mimo_folder() -> Path:
-    """A checkpoint of MiMo's format."""
-    return trained_native("mimo")
-
-
-@pytest.fixture(scope="session")
 def qwen3_next_folder() -> Path:
     """A checkpoint of Qwen3-Next's format."""
     return trained_native("qwen3-next")

@@ -1,4 +1,5 @@
-"""A model folder in stock vLLM, without anything of cotrain: python stock_vllm.py MODEL DTYPE K.
+"""A model folder in stock vLLM: python stock_vllm.py MODEL DTYPE K. Nothing of cotrain is in it, but what imports Qwen3.5 without
+torchvision.
 
 The first line that is JSON is what it generates without speculation, the second with K draft tokens.
 """
@@ -11,6 +12,10 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_ENAB
 
 
 def generate(model: str, dtype: str, num_speculative_tokens: int) -> None:
+    from cotrain.engine import cpu
+
+    for patch in (cpu.load_without_torchvision, cpu.inspect_here):
+        cpu.apply(patch)
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

@@ -1,7 +1,6 @@
-"""The MTP head that a policy with linear attention and experts brings, on a real engine."""
+"""The MTP heads that policies with linear attention, experts or both bring, on a real engine."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -9,18 +8,15 @@ from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
 from tests.engine.mtp_head import *  # noqa: F403
 from tests.engine.mtp_head import Target, running
+from tests.native_models import trained_native
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.long,
-]  # test_mtp_head.py and test_mimo_run.py have the other kinds of heads
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_mtp_head.py has another head
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3-5", "glm4-moe"])
 def target(
-    qwen3_next_folder: Path, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
-    with running(
-        resolve_model(str(qwen3_next_folder)), rollout_config, tmp_path_factory.mktemp("mtp") / "v0"
-    ) as target:
+    folder = resolve_model(str(trained_native(request.param)))
+    with running(folder, rollout_config, tmp_path_factory.mktemp("mtp") / "v0") as target:
         yield target

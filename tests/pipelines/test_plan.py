@@ -21,7 +21,7 @@ from pipelines import cli
 from pipelines.plan import plan, serve_command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CLUSTERS = [("gpu1", 1, 1), ("gpu8", 1, 8), ("nodes4", 4, 8)]
+CLUSTERS = [("gpu1", 1, 1), ("gpu8", 1, 8), ("nodes4", 4, 8), ("nodes32", 32, 8)]
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -37,8 +37,11 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"tie_word_embeddings": False},
     "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28}
     | {"tie_word_embeddings": True},
-}
-PARAMETERS = {"gpu1": 596_049_920, "gpu8": 8_190_735_360, "nodes4": 8_190_735_360}
+    "Qwen3-235B-A22B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 64, "num_hidden_layers": 94}
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True, "tie_word_embeddings": False},
+}  # fmt: skip
+PARAMETERS = {"gpu1": 596_049_920, "gpu8": 8_190_735_360, "nodes4": 8_190_735_360, "nodes32": 235_093_634_560}
 """As the weights on the hub have them."""
 
 
@@ -87,6 +90,9 @@ def test_a_configuration_fits_the_cluster_it_is_for(
     parameters, parts = PARAMETERS[name], config.policy.num_processes
     assert number(r"moments of ([\d,]+) parameters", text) == parameters
     assert number(r"policy ([\d.]+) GiB", text) == pytest.approx(16 * parameters / parts / 2**30, abs=0.05)
+    assert number(r"sends ([\d.]+) GiB", text) == pytest.approx(2 * parameters / 2**30, abs=0.05)
+    in_experts = 94 * 128 * 3 * 4096 * 1536 if name == "nodes32" else 0
+    assert (f"{in_experts:,} of its {parameters:,} parameters are in experts" in text) == (name == "nodes32")
 
 
 def test_the_learner_and_the_drafter_trainer_share_nothing_with_an_engine(capsys: pytest.CaptureFixture[str]) -> None:

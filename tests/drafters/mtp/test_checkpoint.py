@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import MtpConfig
 from drafters.mtp.model import MtpDrafter
-from tests.drafters.conftest import MIMO, MTP_KINDS, QWEN3_NEXT, edit_config, kind_name
+from tests.drafters.conftest import GLM, MIMO, MTP_KINDS, QWEN3_5, QWEN3_NEXT, edit_config, kind_name
 
 LAYER = ["input_layernorm.weight", "post_attention_layernorm.weight"]
 LAYER += [f"self_attn.{part}_proj.weight" for part in "qkvo"]
@@ -26,6 +26,11 @@ QWEN3_NEXT_TENSORS += [
     f"layers.0.mlp.{e}.{name}" for e in ["shared_expert", *(f"experts.{i}" for i in range(4))] for name in MLP
 ]
 QWEN3_NEXT_TENSORS += [f"layers.0.{name}" for name in [*LAYER, "self_attn.q_norm.weight", "self_attn.k_norm.weight"]]
+QWEN3_5_TENSORS = [name for name in QWEN3_NEXT_TENSORS if "mlp" not in name] + [f"layers.0.mlp.{name}" for name in MLP]
+GLM_TENSORS = [f"{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "mlp.gate")] + LAYER
+GLM_TENSORS += [f"self_attn.{part}_proj.bias" for part in "qkv"] + [f"self_attn.{part}_norm.weight" for part in "qk"]
+GLM_TENSORS += [f"mlp.{e}.{name}" for e in ["shared_experts", *(f"experts.{i}" for i in range(4))] for name in MLP]
+GLM_TENSORS += ["mlp.gate.e_score_correction_bias"]
 
 
 @pytest.fixture(params=MTP_KINDS, ids=kind_name)
@@ -44,15 +49,17 @@ def folder(kind, tmp_path):
     [
         (MIMO, "model.mtp_layers.0.", MIMO_TENSORS, "MiMoForCausalLM", "qwen2"),
         (QWEN3_NEXT, "mtp.", QWEN3_NEXT_TENSORS, "Qwen3NextMTP", "qwen3_next"),
+        (QWEN3_5, "mtp.", QWEN3_5_TENSORS, "Qwen3_5MTP", "qwen3_5_text"),
+        (GLM, "model.layers.8.", GLM_TENSORS, "Glm4MoeForCausalLM", "glm4_moe"),
     ],
-    ids=["mimo", "qwen3_next"],
+    ids=["mimo", "qwen3_next", "qwen3_5", "glm4_moe"],
 )
 def test_files_are_what_engines_read(kind, folder, prefix, names, architecture, model_type):
     assert load_file(folder / "model.safetensors").keys() == {prefix + name for name in names}
     config = AutoConfig.from_pretrained(folder)
     assert (config.architectures, config.model_type) == ([architecture], model_type)
-    assert config.num_nextn_predict_layers == 1
-    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    counted_by = "mtp_num_hidden_layers" if kind is QWEN3_5 else "num_nextn_predict_layers"
+    assert getattr(config, counted_by) == json.loads((folder / "config.json").read_text())[counted_by] == 1
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         assert getattr(config, name) == getattr(kind.target, name)
     assert config.num_hidden_layers == kind.target.num_layers
@@ -71,7 +78,7 @@ def test_heads_are_as_wide_as_the_engine_makes_them(kind, folder, head_dim):
 
 
 def test_several_heads_are_refused(kind, folder):
-    edit_config(folder, num_nextn_predict_layers=2)
+    edit_config(folder, num_nextn_predict_layers=2, mtp_num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"has 2 MTP heads .* only a single head"):
         load_drafter(folder, kind.target)
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen3NextConfig
+from transformers import Glm4MoeConfig, Qwen2Config, Qwen3NextConfig
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from drafters.alignment import align
-from tests.drafters.conftest import MIMO, QWEN3_NEXT, TARGET, make_batch
+from tests.drafters.conftest import GLM, MIMO, QWEN3_NEXT, TARGET, make_batch
 
 COMMON = {
     "hidden_size": TARGET.hidden_size,
@@ -36,13 +37,37 @@ def qwen3_next_parts(weights):
     layer = qwen3_next.Qwen3NextDecoderLayer(config, 0)
     norm = qwen3_next.Qwen3NextRMSNorm(target.hidden_size, target.rms_norm_eps)
     weights = {name.removeprefix("mtp.").removeprefix("layers.0."): tensor for name, tensor in weights.items()}
-    for part, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-        experts = [torch.cat([weights[f"mlp.experts.{i}.{name}.weight"] for name in names]) for i in range(4)]
-        weights[f"mlp.experts.{part}"] = torch.stack(experts)
+    fuse_experts(weights)
     return layer, norm, qwen3_next.Qwen3NextRotaryEmbedding(config), weights, "norm.weight"
 
 
-@pytest.mark.parametrize(("kind", "parts"), [(MIMO, qwen2_parts), (QWEN3_NEXT, qwen3_next_parts)], ids=["mimo", "next"])
+def glm_parts(weights):
+    target = GLM.target
+    config = Glm4MoeConfig(
+        **COMMON | {"num_hidden_layers": 2}, head_dim=target.head_dim, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=12, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.5, n_group=1, topk_group=1,
+        first_k_dense_replace=0, use_qk_norm=True, attention_bias=True, rope_parameters=target.rope_parameters,
+        attn_implementation="eager",
+    )  # fmt: skip
+    layer = glm4_moe.Glm4MoeDecoderLayer(config, 1)
+    layer.mlp.shared_experts = glm4_moe.Glm4MoeMLP(config, intermediate_size=20)
+    norm = glm4_moe.Glm4MoeRMSNorm(target.hidden_size, target.rms_norm_eps)
+    weights = {name.removeprefix(f"model.layers.{target.num_layers}."): tensor for name, tensor in weights.items()}
+    fuse_experts(weights)
+    return layer, norm, glm4_moe.Glm4MoeRotaryEmbedding(config), weights, "shared_head.norm.weight"
+
+
+def fuse_experts(weights):
+    for part, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        experts = [torch.cat([weights[f"mlp.experts.{i}.{name}.weight"] for name in names]) for i in range(4)]
+        weights[f"mlp.experts.{part}"] = torch.stack(experts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [(MIMO, qwen2_parts), (QWEN3_NEXT, qwen3_next_parts), (GLM, glm_parts)],
+    ids=["mimo", "next", "glm4_moe"],
+)
 @torch.no_grad()
 def test_layer_is_that_of_transformers(kind, parts, target_weights):
     drafter, batch = kind.make(trained_depth=1), make_batch((1, 12, 0))

@@ -10,7 +10,7 @@ from drafters.alignment import align
 from drafters.base import ServingSpec
 from drafters.build import build_drafter
 from drafters.losses import drafter_loss
-from tests.drafters.conftest import MIMO, MTP_KINDS, QWEN3_NEXT, TARGET, kind_name, make_batch
+from tests.drafters.conftest import GLM, MIMO, MTP_KINDS, QWEN3_NEXT, TARGET, kind_name, make_batch
 
 
 @pytest.fixture(params=MTP_KINDS, ids=kind_name)
@@ -19,7 +19,9 @@ def kind(request):
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides"), [(MIMO, (("num_nextn_predict_layers", 1),)), (QWEN3_NEXT, ())], ids=["mimo", "qwen3_next"]
+    ("kind", "overrides"),
+    [(MIMO, (("num_nextn_predict_layers", 1),)), (QWEN3_NEXT, ()), (GLM, (("num_nextn_predict_layers", 1),))],
+    ids=["mimo", "qwen3_next", "glm4_moe"],
 )
 def test_an_engine_is_told_what_the_target_must_say(kind, overrides):
     assert kind.make().serving == ServingSpec("mtp", aux_layers=(), target_overrides=overrides)
@@ -32,7 +34,7 @@ def test_a_new_head_passes_the_targets_hidden_state_through(kind):
     normed = hidden / (hidden.pow(2).mean(-1, keepdim=True) + TARGET.rms_norm_eps).sqrt()
     torch.testing.assert_close(head.join(embeddings, hidden, torch.arange(5)), normed)
     gains = [parameter for name, parameter in head.named_parameters() if name.endswith("norm.weight")]
-    assert len(gains) >= 5 and all((gain == float(kind is MIMO)).all() for gain in gains)
+    assert len(gains) >= 5 and all((gain == float(kind in (MIMO, GLM))).all() for gain in gains)
 
 
 def test_the_vocabulary_is_the_targets(kind, target_weights):

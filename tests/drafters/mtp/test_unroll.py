@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drafters.alignment import DraftBatch, align
 from drafters.mtp.model import MtpDrafter
-from tests.drafters.conftest import MIMO, MTP_KINDS, QWEN3_NEXT, kind_name, make_batch
+from tests.drafters.conftest import GLM, MIMO, MTP_KINDS, QWEN3_5, QWEN3_NEXT, TARGET, kind_name, make_batch
 from tests.drafters.decoding import DOCUMENTS, HEADS, CachedDecoder, assert_unroll_equals
 
 
@@ -80,7 +80,51 @@ class Qwen3NextDecoder(MtpDecoder):
         return self.attend(self.rotate(q, position), cache) * gate.flatten().sigmoid()
 
 
-DECODERS = {MIMO.name: MiMoDecoder, QWEN3_NEXT.name: Qwen3NextDecoder}
+class Qwen35Decoder(Qwen3NextDecoder):
+    mlp = CachedDecoder.mlp
+
+
+class GlmDecoder(MtpDecoder):
+    """What is fed back is the state before the final norm."""
+
+    prefix, layer, output_norm = f"model.layers.{TARGET.num_layers}.", "", "shared_head.norm"
+    head_dim, rotary_dim = 8, 4
+
+    def join(self, embedding: Tensor, hidden: Tensor, position: int) -> Tensor:
+        embedding = embedding if position > 0 else torch.zeros_like(embedding)
+        return self.linear(torch.cat([self.norm(embedding, "enorm"), self.norm(hidden, "hnorm")]), "eh_proj")
+
+    def attended(self, x: Tensor, position: int, cache: list) -> Tensor:
+        q, k, v = (self.projected(x, name).view(-1, self.head_dim) for name in "qkv")
+        q, k = self.norm(q, "self_attn.q_norm"), self.norm(k, "self_attn.k_norm")
+        cache.append((self.rotate(k, position), v))
+        return self.attend(self.rotate(q, position), cache)
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        """Every expert, weighted by 0 unless it is among the two that score and bias choose."""
+        scores = self.linear(x, f"{name}.gate").sigmoid()
+        choosing = scores + self.weights[f"{name}.gate.e_score_correction_bias"]
+        weights = scores * (choosing >= choosing.sort().values[-2])
+        weights = 1.5 * weights / weights.sum()
+        experts = [super(GlmDecoder, self).mlp(x, f"{name}.experts.{i}") for i in range(len(weights))]
+        return super().mlp(x, f"{name}.shared_experts") + sum(
+            w * expert for w, expert in zip(weights, experts, strict=True)
+        )
+
+    def step(self, embedding: Tensor, hidden: Tensor, position: int, cache: list) -> tuple[Tensor, Tensor]:
+        residual = self.join(embedding, hidden, position)
+        x = self.norm(residual, "input_layernorm")
+        residual = residual + self.linear(self.attended(x, position, cache), "self_attn.o_proj")
+        state = residual + self.mlp(self.norm(residual, "post_attention_layernorm"), "mlp")
+        return state, self.norm(state, self.output_norm)
+
+
+DECODERS = {
+    MIMO.name: MiMoDecoder,
+    QWEN3_NEXT.name: Qwen3NextDecoder,
+    QWEN3_5.name: Qwen35Decoder,
+    GLM.name: GlmDecoder,
+}
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
@@ -91,7 +135,9 @@ def test_unroll_equals_decoding_with_a_kv_cache(kind, documents, window, target_
     assert_unroll_equals(DECODERS[kind.name](drafter), drafter, make_batch(*documents), target_weights)
 
 
-@pytest.mark.parametrize(("kind", "is_read"), [(MIMO, False), (QWEN3_NEXT, True)], ids=["mimo", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("kind", "is_read"), [(MIMO, False), (QWEN3_NEXT, True), (GLM, False)], ids=["mimo", "qwen3_next", "glm4_moe"]
+)
 def test_who_reads_the_token_that_is_fed_at_position_0(kind, is_read, target_weights):
     drafter, batch = kind.make(), make_batch((1, 8, 0), (2, 7, 0))
     alignment = align(batch, drafter.shape.trained_depth)

@@ -1,4 +1,4 @@
-"""A run on a dense policy that brings an MTP head, and its export in stock vLLM as one model."""
+"""Runs on policies that bring an MTP head, dense, with experts or with linear attention, and their export in stock vLLM."""
 
 from pathlib import Path
 
@@ -6,13 +6,22 @@ import pytest
 
 from tests.engine.native_runs import Native, check_export, check_training, run_on
 from tests.engine.runs import train
+from tests.native_models import ARCHITECTURES, trained_native
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_runs.py has a run, test_mtp_head.py such a head
 
+SERVED = {
+    "mimo": ("MiMoForCausalLM", "float32"),
+    "qwen3-next": ("Qwen3NextMTP", "bfloat16"),
+    "qwen3-5": ("Qwen3_5MTP", "bfloat16"),
+    "glm4-moe": ("Glm4MoeForCausalLM", "float32"),
+}
+"""Architecture of the head as a drafter of its own, and what vLLM's CPU build serves the policy in."""
 
-@pytest.fixture(scope="module")
-def native(mimo_folder: Path) -> Native:
-    return Native(mimo_folder, "MiMoForCausalLM", "MiMoForCausalLM", "float32")
+
+@pytest.fixture(scope="module", params=SERVED)
+def native(request: pytest.FixtureRequest) -> Native:
+    return Native(trained_native(request.param), ARCHITECTURES[request.param][1], *SERVED[request.param])
 
 
 @pytest.fixture(scope="module")
