@@ -1,14 +1,37 @@
-"""Whole runs on policies of other families than Llama's, with an EAGLE-3 drafter."""
+"""Policies of other families than Llama's: what vLLM serves against transformers, and whole runs with an EAGLE-3 drafter."""
 
 from pathlib import Path
 
 import pytest
 
+from benchmarks.models import in_own_process
+from cotrain.models.loading import RANDOM_MODELS
 from tests.engine.runs import metrics_of, train
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]  # test_runs.py has a run
+pytestmark = pytest.mark.engine
+
+IN_SHORT = ("qwen3_moe", "qwen3_5", "phi3", "qwen3_5_vision")
+"""Experts, linear attention, fused tensors, and a language model with an image encoder around it. `make test-long` has the others."""
+
+REFUSED = ("nemotron_h", "lfm2", "minimax_m2")
+IMPRECISE = ("deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention, whose kernels on a CPU are not as precise."""
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long) for name in RANDOM_MODELS]
+)
+def test_a_family_is_served_as_transformers_computes_it(name: str) -> None:
+    row = in_own_process(name, only_first=name in IN_SHORT)
+    assert "failed" not in row, row
+    assert ("refused" in row) == (name in REFUSED), row
+    if "refused" not in row:
+        assert row["found"] == row["tensors"] > 10
+        assert row["tap"] is None or row["tap"] < (1e-4 if row["dtype"] == "float32" and name not in IMPRECISE else 0.1)
+        assert max(row["log_probs"]) < (1e-3 if row["dtype"] == "float32" and name not in IMPRECISE else 0.3)
+
+
+@pytest.mark.long  # test_runs.py has a run
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [("tiny:qwen3_moe", "float32"), ("tiny:qwen3_5", "bfloat16"), ("tiny:gpt_oss", "float32")],
