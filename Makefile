@@ -37,7 +37,6 @@ test: $(STAMP) ## lint, then all tests but the long ones
 	started=$$SECONDS
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -q -m 'not engine' --numprocesses 2
-	$(BIN)/python -m tests.native_models
 	$(BIN)/python -m pytest -q -m 'engine and not alone and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -q -m 'engine and alone and not long'
 	echo "make test: $$((SECONDS - started)) s"

@@ -1,7 +1,4 @@
-"""Tiny policies that bring an MTP head of their own, as their makers store them; the head is random.
-
-`python -m tests.native_models` trains those of `make test`, which takes a minute, unless that was done before.
-"""
+"""Tiny policies that bring an MTP head of their own, as their makers store them; the head is random."""
 
 import hashlib
 import json
@@ -112,8 +109,3 @@ def trained_native(name: str) -> Path:
             unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
             write_native(unfinished, make_model(), architecture, trained=True).rename(folder)
     return folder
-
-
-if __name__ == "__main__":
-    for name in ("mimo", "qwen3-next"):  # the others are for `make test-long`
-        trained_native(name)

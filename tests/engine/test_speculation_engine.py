@@ -1,6 +1,7 @@
 """Draft lengths on a real engine: lengths that change while requests run, and what is reported."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -239,8 +240,12 @@ def learnt(adaptive: LiveEngine) -> LiveEngine:
 
 def test_the_first_steps_are_spread_over_all_draft_lengths(learnt: LiveEngine) -> None:
     steps = learnt.run(learnt.engine.take_window()).steps
-    tried = {step.num_speculative_tokens: step.num_steps for step in steps if step.kind == "steady" and step.batch == 8}
-    assert tried.keys() == {*range(K + 1)} and min(tried.values()) >= 3
+    tried = Counter[
+        int
+    ]()  # at any batch size, since a block of steps can fall on the end of a call, when requests finish
+    for step in steps:
+        tried[step.num_speculative_tokens] += step.num_steps * (step.kind != "prompts")
+    assert all(tried[length] >= 3 for length in range(K + 1)), tried
     words = learnt.run(learnt.engine.describe_speculation())
     assert "fixed" not in words and ("gain" in words or "off" in words)
 

@@ -207,6 +207,7 @@ def test_both_ranks_have_the_hidden_states_and_log_probs_of_the_target(live: Liv
     assert max(check_features(record, models[0]) for record in records) < 1e-4
 
 
+@pytest.mark.long  # test_stream_engine.py has one rank, and the next tests have updates on two
 def test_swaps_in_mid_generation_are_stamped_and_change_no_other_token(
     live: LiveEngine, policies: list[State], models: list[Any], drafters: list[State]
 ) -> None:

@@ -22,8 +22,8 @@ def verify(out: Path, *arguments: str) -> tuple[str, set[str]]:
     return run.stdout, {row["check"] for row in report["checks"]}
 
 
-# test_verify_engine.py has a drafter.
-@pytest.mark.parametrize("proposer", [pytest.param("drafter", marks=pytest.mark.long), "history"])
+@pytest.mark.long  # test_verify_engine.py has the checks of a drafter, and test_suffix_engine.py those of a history
+@pytest.mark.parametrize("proposer", ["drafter", "history"])
 def test_the_command_verifies_and_says_so(proposer: str, drafter_folder: Path, tmp_path: Path) -> None:
     drafts = ["--history"] if proposer == "history" else ["--drafter", str(drafter_folder)]
     arguments = ["--model", "tiny:llama", *drafts, "--dtype", "float32"]

@@ -98,7 +98,7 @@ def killed_before_its_first_checkpoint(server: TrackingServer, root: Path) -> No
 
 
 def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swap(
-    server: TrackingServer, undisturbed: Path, target_folder: Path, root: Path, fault: Fault
+    server: TrackingServer, target_folder: Path, root: Path, fault: Fault
 ) -> None:
     run = root / "broken"
     server.wait()
