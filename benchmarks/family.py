@@ -18,7 +18,7 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.transport.features import read_shard
 from drafters.base import TargetSpec
 from drafters.build import build_drafter, shape_problems
-from drafters.config import DraftModelConfig, DrafterModelConfig, Eagle3Config, MtpConfig
+from drafters.config import DrafterModelConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.files import read_config
 from tests.engine.conftest import LiveEngine, make_requests, tokens
 
@@ -69,13 +69,17 @@ def check_greedy(live: LiveEngine, kind: str) -> None:
     assert speculated.speculation.num_drafts > 0, "no token was drafted"
     same = sum(a == b for a, b in zip(tokens(plain), tokens(speculated), strict=True))
     # In bfloat16 two tokens can be equally likely up to rounding, which depends on what is verified together.
-    assert same >= (8 if live.dtype == torch.float32 else 6), f"{8 - same} of 8 greedy texts differ with drafts of {kind}"
+    assert same >= (8 if live.dtype == torch.float32 else 6), (
+        f"{8 - same} of 8 greedy texts differ with drafts of {kind}"
+    )
 
 
 @contextmanager
 def running(folder: Path, dtype: str, kind: DrafterModelConfig | None) -> Iterator[LiveEngine]:
     """An engine on the policy in this folder, with a new drafter of this kind."""
-    rollout = RolloutConfig(max_prompt_tokens=64, max_new_tokens=48, num_speculative_tokens=3, dtype=dtype, ignore_eos=True)
+    rollout = RolloutConfig(
+        max_prompt_tokens=64, max_new_tokens=48, num_speculative_tokens=3, dtype=dtype, ignore_eos=True
+    )
     with scratch_folder("family") as scratch:
         drafter, checkpoint = None, Path(scratch) / "drafter"
         if kind is not None:

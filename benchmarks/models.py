@@ -77,7 +77,9 @@ def in_own_process(name: str, only_first: bool = False) -> dict[str, Any]:
 
 def line(name: str, row: dict[str, Any]) -> str:
     """Return a row of the page."""
-    family = text_fields(RANDOM_MODELS[name])["model_type"] + (", wrapped" if "text_config" in RANDOM_MODELS[name] else "")
+    family = text_fields(RANDOM_MODELS[name])["model_type"] + (
+        ", wrapped" if "text_config" in RANDOM_MODELS[name] else ""
+    )
     if reason := row.get("refused") or row.get("failed"):
         return f"| {family} | {'refused' if 'refused' in row else 'fails'} | | | | {reason} |"
     error = ", ".join(f"{value:.0e}" for value in row["log_probs"])

@@ -62,7 +62,10 @@ class DraftModelConfig(ModelSection):
     """Draft positions that the training loss covers. Serve no more draft tokens than this."""
 
 
-KEPT = [f"Qwen3_5{kind}" for kind in ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")]
+KEPT = [
+    f"Qwen3_5{kind}"
+    for kind in ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")
+]
 NATIVE_HEAD_ARCHITECTURES = {
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     **{name: name for name in ("Qwen3NextForCausalLM", "Glm4MoeForCausalLM", *KEPT)},

@@ -52,7 +52,7 @@ class SparseMLP(nn.Module):
         chosen = choosing.topk(self.routing.per_token, dim=-1).indices
         weights = scores.gather(1, chosen)
         if self.routing.normed:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # as transformers does where all scores are 0
         weights, output = (self.routing.scale * weights).to(x.dtype), self.shared(x)
         for index, expert in enumerate(self.experts):
             rows, place = (chosen == index).nonzero(as_tuple=True)
@@ -78,7 +78,7 @@ class SoftmaxMLP(SparseMLP):
 
 
 class SigmoidMLP(SparseMLP):
-    """Experts by sigmoids in float32, to which a bias that no gradient changes is added for the choice alone (GLM, DeepSeek)."""
+    """Experts by sigmoids, in float32 at least, to which a bias that no gradient changes is added for the choice alone (GLM, DeepSeek)."""
 
     def __init__(self, hidden_size: int, experts: Experts) -> None:
         super().__init__(hidden_size, experts)
@@ -89,7 +89,7 @@ class SigmoidMLP(SparseMLP):
         return self.shared_experts(x)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.gate(x).float().sigmoid()
+        scores = self.gate(x).to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
         return scores, scores + self.gate.e_score_correction_bias
 
 
@@ -202,5 +202,7 @@ class MtpDrafter(Drafter):
     def initialise(self, generator: torch.Generator) -> None:
         """Let the target's hidden state pass through to its head: the joined vector is the normed hidden state at first."""
         super().initialise(generator)
+        for bias in self.buffers():  # of SigmoidMLP
+            bias.zero_()
         halves = self.head.joining.weight.zero_().chunk(2, dim=1)
         halves[0 if self.format.hidden_first else 1].fill_diagonal_(1.0)

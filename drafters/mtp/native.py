@@ -14,7 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.base import read_tensors, save_tensors
-from drafters.files import CONFIG, INDEX, WEIGHTS, read_config, safetensors_header, text_fields, weight_files, write_json
+from drafters.files import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    read_config,
+    safetensors_header,
+    text_fields,
+    weight_files,
+    write_json,
+)
 from drafters.mtp.formats import NATIVE_ARCHITECTURES, SHARED, HeadFormat, without_head
 
 HEAD_FILE = "model-mtp.safetensors"

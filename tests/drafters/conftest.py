@@ -57,7 +57,7 @@ class Kind:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
             for name, buffer in drafter.named_buffers():
                 if name.endswith("e_score_correction_bias"):
-                    buffer.copy_(torch.randn(buffer.shape, generator=generator, dtype=torch.float64) * 0.5)
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator, dtype=torch.float64) * 0.05)
         return drafter
 
 

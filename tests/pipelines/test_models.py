@@ -41,11 +41,15 @@ def test_the_classes_and_all_drafters_of_a_plain_family_are_named(said) -> None:
 
 
 def test_what_cannot_draft_is_said_with_its_reason(said) -> None:
-    status, text = said("glm4_moe")
+    status, text = said("exaone4")
     assert status == 0 and "can be trained for it: none." in text
-    assert "\nNot eagle3: vLLM's class for Glm4MoeForCausalLM gives no hidden states to an EAGLE-3 drafter.\n" in text
-    assert "\nNot mtp: there is no checkpoint format of MTP heads for a target of model_type glm4_moe" in text
+    assert "\nNot eagle3: vLLM's class for Exaone4ForCausalLM gives no hidden states to an EAGLE-3 drafter.\n" in text
+    assert "\nNot mtp: there is no checkpoint format of MTP heads for a target of model_type exaone4" in text
     assert "drafter.model.type" not in text and "use type" not in text
+
+
+def test_a_family_that_only_an_mtp_head_can_draft_for_has_one(said) -> None:
+    assert "Drafters that can be trained for it: mtp." in said("glm4_moe")[1]
 
 
 def test_limits_are_said(said) -> None:

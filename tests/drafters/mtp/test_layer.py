@@ -44,12 +44,12 @@ def qwen3_next_parts(weights):
 def glm_parts(weights):
     target = GLM.target
     config = Glm4MoeConfig(
-        **COMMON | {"num_hidden_layers": 2}, head_dim=target.head_dim, n_routed_experts=4, num_experts_per_tok=2,
+        **{name: value for name, value in COMMON.items() if name != "layer_types"}, head_dim=target.head_dim, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=12, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.5, n_group=1, topk_group=1,
         first_k_dense_replace=0, use_qk_norm=True, attention_bias=True, rope_parameters=target.rope_parameters,
         attn_implementation="eager",
     )  # fmt: skip
-    layer = glm4_moe.Glm4MoeDecoderLayer(config, 1)
+    layer = glm4_moe.Glm4MoeDecoderLayer(config, 0)
     layer.mlp.shared_experts = glm4_moe.Glm4MoeMLP(config, intermediate_size=20)
     norm = glm4_moe.Glm4MoeRMSNorm(target.hidden_size, target.rms_norm_eps)
     weights = {name.removeprefix(f"model.layers.{target.num_layers}."): tensor for name, tensor in weights.items()}
