@@ -81,7 +81,6 @@ def test_acceptance_rises_after_a_swap_and_greedy_output_stays(target: Target, l
     before = live.greedy(make_requests(16))
     live.send_drafter(target.trained.state_for_serving())
     after = live.greedy(make_requests(16))
-    assert before.speculation.acceptance_length < 1.3
     assert after.speculation.acceptance_length > before.speculation.acceptance_length + 0.5
     assert tokens(after) == tokens(before)
 
