@@ -10,6 +10,7 @@ names it checks every family of cotrain/models/tiny.toml, in about a quarter of 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -85,8 +86,9 @@ def line(name: str, row: dict[str, Any]) -> str:
     error = ", ".join(f"{value:.0e}" for value in row["log_probs"])
     tap = "" if row["tap"] is None else f"{row['tap']:.0e}"
     found = f"{row['found']} of {row['tensors']}"
+    limits = re.sub(r" \([^()]*, [^()]*\)", "", "; ".join(row["limits"]))  # without the lists of other families
     precision = " (bfloat16)" if row["dtype"] == "bfloat16" else ""
-    return f"| {family} | {error}{precision} | {tap} | {', '.join(row['drafters'])} | {found} | {'; '.join(row['limits'])} |"
+    return f"| {family} | {error}{precision} | {tap} | {', '.join(row['drafters'])} | {found} | {limits} |"
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from tests.engine.runs import metrics_of, train
 
 pytestmark = pytest.mark.engine
 
-IN_SHORT = ("qwen3_moe", "qwen3_5", "phi3", "qwen3_5_vision")
-"""Experts, linear attention, fused tensors, and a language model with an image encoder around it. `make test-long` has the others."""
+IN_SHORT = ("qwen3_moe", "phi3", "qwen3_5_vision")
+"""Experts; fused tensors; linear attention, with an image encoder around the language model. `make test-long` has the others."""
 
 REFUSED = ("nemotron_h", "lfm2", "minimax_m2")
 IMPRECISE = ("deepseek_v3", "glm4_moe_lite")
