@@ -96,21 +96,24 @@ def running(folder: Path, dtype: str, kind: DrafterModelConfig | None) -> Iterat
 
 @torch.no_grad()
 def compared(live: LiveEngine, model: Any) -> tuple[float, float | None]:
-    """Return the largest difference of log-probs of sampled text, and the largest relative one of its tapped hidden states."""
-    batch, errors = live.generate(make_requests(8)), list[float]()
+    """Return what 9 of 10 log-probs of sampled text differ by at most, and the same of its tapped hidden states, relative.
+
+    In bfloat16 a router may choose another expert for single tokens, whose states are then other ones.
+    """
+    batch, errors = live.generate(make_requests(8)), list[Tensor]()
     for rollout in batch.rollouts:
         text, first = torch.tensor([rollout.prompt_token_ids + rollout.token_ids]), len(rollout.prompt_token_ids)
         law = model(text).logits[0, first - 1 : -1].log_softmax(-1)
         own = law.gather(1, text[0, first:, None]).squeeze(1)
-        errors.append((own - torch.tensor(rollout.log_probs)).abs().max().item())
-    taps = [tap_error(record, model) for shard in batch.features for record in read_shard(shard)]
-    return max(errors), max(taps, default=None)
+        errors.append((own - torch.tensor(rollout.log_probs)).abs())
+    taps = [tap_errors(record, model) for shard in batch.features for record in read_shard(shard)]
+    return torch.cat(errors).quantile(0.9).item(), torch.cat(taps).quantile(0.9).item() if taps else None
 
 
-def tap_error(record: Any, model: Any) -> float:
+def tap_errors(record: Any, model: Any) -> Tensor:
     keep, states = record.feature_mask, model(record.token_ids[None], output_hidden_states=True).hidden_states
     difference = record.final_hidden[keep].float() - states[-1][0][keep]
-    return (difference.norm(dim=-1) / states[-1][0][keep].norm(dim=-1)).max().item()
+    return difference.norm(dim=-1) / states[-1][0][keep].norm(dim=-1)
 
 
 @torch.no_grad()

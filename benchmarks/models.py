@@ -29,9 +29,9 @@ HEADER = """# Which policies
 Written by `python -m benchmarks.models` ({date}, two CPU cores, vLLM {vllm}, transformers {transformers}). Each row is a random model of eight small
 layers, so it says that the parts fit, and nothing about quality or a GPU. `cotrain models NAME|FOLDER` says what one policy can do.
 
-- *log-probs*: largest difference between the engine and transformers over 8 generated texts, as loaded and after an update of every tensor. Linear
-  attention and latent attention are served in bfloat16 or with kernels of less precision, so there it is rounding.
-- *tap*: largest relative difference of the hidden states that a drafter learns from.
+- *log-probs*: what 9 of 10 log-probs of 8 generated texts differ by at most between the engine and transformers, as loaded and after an update of every
+  tensor. Linear attention is served in bfloat16, and latent attention with kernels of less precision.
+- *tap*: the same of the hidden states that a drafter learns from, relative to their length.
 - *drafters*: kinds that were served beside it, with greedy text the same as without drafts. A history can draft for all.
 - *wrong elements*: in how many of the model's tensors one wrong element was found after the update.
 
