@@ -105,6 +105,7 @@ def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swa
     killed_before_its_first_checkpoint(server, root)
     process = resume(root)
     wait_for_step(run, 1, process)
+    engine = process_titled("VLLM::EngineCore", process)  # before the steps that follow, which are short
     load_drafter(run / "drafters" / "v0000", TargetSpec.from_pretrained(target_folder))
     fault("7b", "first drafter half written, run killed, --resume", "written anew on resume", steps=0)
 
@@ -112,7 +113,6 @@ def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swa
     killed = time.monotonic()
     wait_for_step(run, 3, process)
     elapsed = time.monotonic() - killed
-    engine = process_titled("VLLM::EngineCore", process)
     wait_for_swap(run, process)
     os.kill(engine, signal.SIGKILL)
     output = message_of(process)
