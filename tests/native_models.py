@@ -1,14 +1,17 @@
-"""Tiny policies that bring an MTP head of their own, as their makers store them; the head is random."""
+"""Tiny policies that were trained on the chain of tiny:llama; some bring a random MTP head of their own, as their makers store it."""
 
 import hashlib
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     PreTrainedModel,
@@ -21,11 +24,14 @@ from transformers import (
 )
 
 from cotrain.models import tiny
+from cotrain.models.loading import RANDOM_MODELS
 from cotrain.models.tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer, train_on_chain
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import MtpConfig
 from drafters.mtp.formats import NATIVE_ARCHITECTURES
+
+ROOT = Path(__file__).parents[1]
 
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
@@ -97,15 +103,32 @@ ARCHITECTURES = {
 
 def trained_native(name: str) -> Path:
     """A trained policy and a random head as one checkpoint, made once for all sessions."""
-    root = Path(__file__).parents[1]
-    drafters = [root / "drafters/build.py", *sorted((root / "drafters/mtp").glob("*.py"))]
-    sources = b"".join(Path(file).read_bytes() for file in [__file__, tiny.__file__, *drafters])
-    folder = root / ".pytest_cache/models" / f"{name}-{hashlib.blake2b(sources, digest_size=6).hexdigest()}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
     make_model, architecture = ARCHITECTURES[name]
+    drafters = [ROOT / "drafters/build.py", *sorted((ROOT / "drafters/mtp").glob("*.py"))]
+    return made_once(name, drafters, lambda folder: write_native(folder, make_model(), architecture, trained=True))
+
+
+def trained_policy(family: str) -> Path:
+    """The tiny model of this family in tiny.toml, without its random weights but trained; made once for all sessions."""
+
+    def write(folder: Path) -> None:
+        tiny.build_random_model(folder, RANDOM_MODELS[family])
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        train_on_chain(model, byte_tokenizer(), torch.Generator().manual_seed(0))
+        model.save_pretrained(folder)
+
+    return made_once(family, [Path(tiny.__file__).with_suffix(".toml")], write)
+
+
+def made_once(name: str, sources: list[Path], write: Callable[[Path], object]) -> Path:
+    """The folder that `write` fills, again when a source has changed."""
+    text = b"".join(Path(file).read_bytes() for file in [__file__, tiny.__file__, *sources])
+    folder = ROOT / ".pytest_cache/models" / f"{name}-{hashlib.blake2b(text, digest_size=6).hexdigest()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             torch.manual_seed(0)
             unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-            write_native(unfinished, make_model(), architecture, trained=True).rename(folder)
+            write(unfinished)
+            unfinished.rename(folder)
     return folder

@@ -1,11 +1,11 @@
 """What a run on a policy with an MTP head of its own must do, for a test file of each kind of policy."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +17,20 @@ from pipelines.cli import main
 from tests.engine.runs import TIMEOUT_S, train
 
 
-def in_stock_vllm(model: Path, dtype: str, num_speculative_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What stock vLLM generates without and with speculation."""
+def check_served_by_stock_vllm(model: Path, dtype: str, printed: str) -> None:
+    """Stock vLLM speculates with an exported model by the options that `cotrain export` printed, and its greedy text stays as it is."""
+    found = re.search(r"--speculative-config '(.+?)'", printed)
+    assert found, printed
     script = Path(__file__).with_name("stock_vllm.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(model), dtype, str(num_speculative_tokens)],
-        capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+        [sys.executable, str(script), str(model), dtype, found[1]], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     plain, speculated = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return plain, speculated
+    same = sum(a == b for a, b in zip(plain["tokens"], speculated["tokens"], strict=True))
+    # In bfloat16 two tokens can be equally likely up to rounding, and rounding depends on what is verified together.
+    assert same >= (8 if dtype == "float32" else 6) and plain["drafts"] is None
+    assert speculated["drafts"] > 0 and speculated["accepted"] > 0
 
 
 @dataclass
@@ -70,8 +74,4 @@ def check_export(native: Native, root: Path, out: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "in the same folder" in printed and '"method": "mtp"' in printed
     assert json.loads((out / "config.json").read_text())["architectures"] == [native.architecture]
-    plain, speculated = in_stock_vllm(out, native.dtype, 2)
-    same = sum(a == b for a, b in zip(plain["tokens"], speculated["tokens"], strict=True))
-    # In bfloat16 two tokens can be equally likely up to rounding, and rounding depends on what is verified together.
-    assert same >= (8 if native.dtype == "float32" else 6) and plain["drafts"] is None
-    assert speculated["drafts"] > 0 and speculated["accepted"] > 0
+    check_served_by_stock_vllm(out, native.dtype, printed)

@@ -1,7 +1,7 @@
-"""A model folder in stock vLLM: python stock_vllm.py MODEL DTYPE K. Nothing of cotrain is in it, but what imports Qwen3.5 without
+"""A model folder in stock vLLM: python stock_vllm.py MODEL DTYPE SPECULATION, the JSON of vLLM's --speculative-config. Nothing of cotrain is in it, but what imports Qwen3.5 without
 torchvision.
 
-The first line that is JSON is what it generates without speculation, the second with K draft tokens.
+The first line that is JSON is what it generates without speculation, the second with it.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def generate(model: str, dtype: str, num_speculative_tokens: int) -> None:
+def generate(model: str, dtype: str, speculation: dict[str, object] | None) -> None:
     from cotrain.engine import cpu
 
     for patch in (cpu.load_without_torchvision, cpu.inspect_here):
@@ -19,9 +19,6 @@ def generate(model: str, dtype: str, num_speculative_tokens: int) -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    speculation = (
-        {"method": "mtp", "num_speculative_tokens": num_speculative_tokens} if num_speculative_tokens else None
-    )
     llm = LLM(
         model, dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=8, speculative_config=speculation,
         enable_prefix_caching=False,  # for linear attention it needs Triton
@@ -40,5 +37,5 @@ def generate(model: str, dtype: str, num_speculative_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    for number in (0, int(sys.argv[3])):
-        generate(sys.argv[1], sys.argv[2], number)
+    for speculation in (None, json.loads(sys.argv[3])):
+        generate(sys.argv[1], sys.argv[2], speculation)
