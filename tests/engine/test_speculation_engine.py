@@ -240,9 +240,8 @@ def learnt(adaptive: LiveEngine) -> LiveEngine:
 
 def test_the_first_steps_are_spread_over_all_draft_lengths(learnt: LiveEngine) -> None:
     steps = learnt.run(learnt.engine.take_window()).steps
-    tried = Counter[
-        int
-    ]()  # at any batch size, since a block of steps can fall on the end of a call, when requests finish
+    # At any batch size, since a block of steps can fall on the end of a call, when requests finish.
+    tried = Counter[int]()
     for step in steps:
         tried[step.num_speculative_tokens] += step.num_steps * (step.kind != "prompts")
     assert all(tried[length] >= 3 for length in range(K + 1)), tried
