@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
 from pipelines.cli import main
-from tests.engine.runs import TIMEOUT_S, train
+from tests.engine.runs import TIMEOUT_S, metrics_of, train
 
 
 def check_served_by_stock_vllm(model: Path, dtype: str, printed: str) -> None:
@@ -47,12 +47,14 @@ class Native:
 
 def run_on(native: Native, root: Path) -> str:
     """A run of three steps in this run root; what it prints."""
-    model = [f"policy.model={native.folder}", f"rollout.dtype={native.dtype}"]
-    return train(root, "configs/smoke.toml", "drafter.model.type=mtp", "drafter.updates_per_step=20", *model)
+    model = [f"policy.model={native.folder}", f"rollout.dtype={native.dtype}", "rollout.max_new_tokens=48"]
+    return train(root, "configs/smoke.toml", "drafter.model.type=mtp", "drafter.updates_per_step=60", *model)
 
 
 def check_training(native: Native, root: Path, output: str) -> None:
-    """The run trains, publishes and registers the native head."""
+    """The run trains, publishes and registers the native head, whose drafts are then worth their time."""
+    lengths = [row["rollout/acceptance_length"] for row in metrics_of(root, "smoke")]
+    assert lengths[0] < 1.3 and lengths[-1] > 1.5, lengths
     words = " ".join(output.split())
     assert "mtp from the policy's own head" in words and "greedy output identical with and without" in words
     first = load_file(root / "smoke" / "drafters" / "v0000" / "model.safetensors")
