@@ -135,13 +135,24 @@ class Drafter(nn.Module, ABC):
         """
         return 1.0
 
+    def start_training(self, batch: DraftBatch, is_new: bool) -> None:
+        """Prepare for the first optimizer step by its batch; by default nothing. is_new: nobody has trained this drafter before."""
+
     def state_for_serving(self) -> dict[str, Tensor]:
         """Return exactly the tensors an engine loads, under their checkpoint names; never the target's embedding or head."""
         return self.state_dict()
 
+    def saved_state(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint that stock vLLM serves; by default all."""
+        return self.state_dict()
+
+    def restored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return all tensors of this drafter from those of a checkpoint; by default they are the same."""
+        return tensors
+
     def overflowing(self) -> list[str]:
         """List the tensors that are not finite or, if all are, those with a weight above LARGEST_WEIGHT; usually empty."""
-        largest = {name: float(t.abs().max()) for name, t in self.state_dict().items() if t.is_floating_point()}
+        largest = {name: float(t.abs().max()) for name, t in self.saved_state().items() if t.is_floating_point()}
         if broken := [f"{name} is not finite" for name, value in largest.items() if not math.isfinite(value)]:
             return broken
         return [f"values too large with {name} up to {v:.1g}" for name, v in largest.items() if v > LARGEST_WEIGHT]
@@ -155,7 +166,7 @@ class Drafter(nn.Module, ABC):
         folder = Path(folder)
         state = {
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-            for name, tensor in self.state_dict().items()
+            for name, tensor in self.saved_state().items()
         }
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{WEIGHTS}.partial"
@@ -177,7 +188,7 @@ class Drafter(nn.Module, ABC):
 
         Raises ValueError for a truncated file and for missing, extra or wrong-shape tensors, and then changes nothing.
         """
-        tensors = read_tensors(folder)
+        tensors = self.restored(read_tensors(folder))
         self.check_tensors(tensors, folder)
         self.load_state_dict(tensors)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from drafters.base import Drafter, TargetSpec
+from drafters.block.model import DFlashDrafter
 from drafters.config import DrafterModelConfig
 from drafters.draft_model.model import FAMILIES, DraftModel
 from drafters.eagle3.model import Eagle3Drafter
@@ -15,10 +16,16 @@ from drafters.mtp.native import has_native_head as has_native_head
 from drafters.mtp.native import split as split
 from drafters.mtp.native import stitch as stitch
 
-DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3Drafter, "mtp": MtpDrafter, "draft_model": DraftModel}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "eagle3": Eagle3Drafter,
+    "dflash": DFlashDrafter,
+    "mtp": MtpDrafter,
+    "draft_model": DraftModel,
+}
 
 ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
+    "DFlashDraftModel": "dflash",
     **{known.architecture: "mtp" for known in FORMATS.values()},
     **dict.fromkeys(FAMILIES.values(), "draft_model"),
 }

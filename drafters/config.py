@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 
 class Section(BaseModel):
@@ -36,6 +36,26 @@ class Eagle3Config(ModelSection):
     Default: 2, N//2, N-3 for a target of N layers."""
     trained_depth: PositiveInt = 3
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
+
+
+class DFlashConfig(ModelSection):
+    """DFlash: Qwen3 layers over hidden states of some target layers, which propose a whole block of tokens in one pass."""
+
+    type: Literal["dflash"]
+    """Kind of drafter."""
+    draft_vocab_size: PositiveInt | None = None
+    """Number of tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary.
+    Default: 8192, or the target's vocabulary if that is smaller; a drafter that is loaded keeps its own."""
+    num_layers: PositiveInt = 2
+    """Number of decoder layers."""
+    aux_layers: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+    """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
+    Default: 2, N//2, N-3 for a target of N layers."""
+    trained_depth: PositiveInt = 5
+    """Draft positions trained, which is the longest block. Serve no more draft tokens than this."""
+    mask_token_id: NonNegativeInt | None = None
+    """Token that stands for a draft token in the block; the policy's text must not have it. Default: the highest id that stands for
+    no token, or a special token that neither the tokenizer's settings nor its chat template name."""
 
 
 class MtpConfig(ModelSection):
@@ -72,4 +92,4 @@ NATIVE_HEAD_ARCHITECTURES = {
 }
 """Policies whose checkpoint may hold an MTP head: the architecture in its config.json, and that without the head."""
 
-DrafterModelConfig = Annotated[Eagle3Config | MtpConfig | DraftModelConfig, Field(discriminator="type")]
+DrafterModelConfig = Annotated[Eagle3Config | DFlashConfig | MtpConfig | DraftModelConfig, Field(discriminator="type")]

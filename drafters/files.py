@@ -62,6 +62,27 @@ def end_token_ids(folder: str | Path) -> tuple[int, ...]:
     return tuple(sorted(own | set(stated if isinstance(stated, list) else () if stated is None else (stated,))))
 
 
+def unused_token_id(folder: str | Path, vocab_size: int) -> int | None:
+    """Return the highest id below vocab_size that stands for no token, or else the highest of a special token without a use.
+
+    A use is to be named in the tokenizer's settings or in its chat template. None if there is neither, or no tokenizer.json.
+    """
+    paths = [Path(folder) / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+    if not paths[0].is_file():
+        return None
+    tokenizer = read_object(paths[0])
+    settings = read_object(paths[1]) if paths[1].is_file() else {}
+    settings.pop("added_tokens_decoder", None)
+    added = {entry["id"]: entry for entry in tokenizer.get("added_tokens", ())}
+    vocabulary = tokenizer.get("model", {}).get("vocab") or {}
+    known = {*added, *(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))}
+    if free := max(set(range(vocab_size)) - known, default=None):
+        return free
+    named = json.dumps(settings, ensure_ascii=False) + (paths[2].read_text() if paths[2].is_file() else "")
+    special = [number for number, entry in added.items() if entry.get("special") and entry["content"] not in named]
+    return max(special, default=None)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a model folder, sorted. Raises ValueError naming what is missing."""
     if (folder / INDEX).is_file():

@@ -1,11 +1,11 @@
 """What a drafter needs to know about its target model, read from the target's folder."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from drafters.files import end_token_ids, read_config
+from drafters.files import end_token_ids, read_config, unused_token_id
 
 COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings",
@@ -69,11 +69,15 @@ class TargetSpec:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # heads of GLM-4.5 norm queries and keys
+    unused_token_id: int | None = field(default=None, compare=False)  # a token that text never has; None if there may be none
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
         """Read a model's folder. Raises ValueError naming the field that is missing in its config.json."""
-        return replace(cls.from_config(read_config(folder), folder), eos_token_ids=end_token_ids(folder))
+        spec = cls.from_config(read_config(folder), folder)
+        return replace(
+            spec, eos_token_ids=end_token_ids(folder), unused_token_id=unused_token_id(folder, spec.vocab_size)
+        )
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str | Path) -> Self:

@@ -173,25 +173,25 @@ def unroll(
 
     hidden, contexts = features[rows].to(dtype), list[tuple[Tensor, Tensor]]()
     for layer in layers:
-        hidden, keys, values = _recomputed(read_context, layer, hidden)
+        hidden, keys, values = recomputed(read_context, layer, hidden)
         contexts.append((keys, values))
         if layer is not last:
-            hidden, _ = _in_chunks(draft, hidden, [], layer, 0, alignment.of_context(batch), contexts[-1])
+            hidden, _ = in_chunks(draft, hidden, [], layer, 0, alignment.of_context(batch), contexts[-1])
     outputs: list[Tensor] = []
     own: list[list[Tensor]] = [[] for _ in layers]
     for position in range(len(alignment.supervised)):
         for layer, context, kept in list(zip(layers, contexts, own, strict=True))[0 if position else -1 :]:
-            hidden, normed, *own_here = _in_chunks(draft, hidden, kept, layer, position, alignment, context)
+            hidden, normed, *own_here = in_chunks(draft, hidden, kept, layer, position, alignment, context)
             kept += own_here
         outputs.append(normed)
     return outputs
 
 
-def _in_chunks(draft: Callable[..., Any], hidden: Tensor, own: Sequence[Tensor], *args: Any) -> Iterator[Tensor]:
+def in_chunks(draft: Callable[..., Any], hidden: Tensor, own: Sequence[Tensor], *args: Any) -> Iterator[Tensor]:
     """Call draft(*args, starts, hidden, *own) for one slice of starts after the other; hidden is [S, H]. Join what it returns."""
     # Without any start, one empty chunk keeps the shapes.
     chunks = [slice(at, at + MAX_STARTS) for at in range(0, max(len(hidden), 1), MAX_STARTS)]
-    parts = [_recomputed(draft, *args, starts, hidden[starts], *(t[starts] for t in own)) for starts in chunks]
+    parts = [recomputed(draft, *args, starts, hidden[starts], *(t[starts] for t in own)) for starts in chunks]
     return (torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
 
@@ -219,7 +219,7 @@ def attend(
             rows = slice(start - starts.start, stop - starts.start)
             seen = torch.stack([first_seen[rows], alignment.starts_in_context[start:stop]]) - context.start
             own = ([tensor[rows] for tensor in tensors] for tensors in (own_keys, own_values))
-            chunks.append(_recomputed(_attend_chunk, queries[rows], keys[context], values[context], seen, *own))
+            chunks.append(recomputed(_attend_chunk, queries[rows], keys[context], values[context], seen, *own))
     return torch.cat(chunks) if chunks else queries
 
 
@@ -243,6 +243,6 @@ def _attend_chunk(
     return attended.transpose(0, 1).reshape(num_rows, num_heads, size)
 
 
-def _recomputed(function, *args):
+def recomputed(function, *args):
     """Call a function without keeping its intermediate tensors; the backward pass computes them again."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

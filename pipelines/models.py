@@ -16,12 +16,17 @@ from cotrain.models.capability import (
 )
 from cotrain.models.loading import BUILT, built, config_folder, config_problem
 from cotrain.process.cluster import engine_device
-from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import DFlashConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.files import read_config, text_fields
 from drafters.mtp.formats import without_head
 from pipelines.help import help_of
 
-KINDS = (Eagle3Config(type="eagle3"), MtpConfig(type="mtp"), DraftModelConfig(type="draft_model"))
+KINDS = (
+    Eagle3Config(type="eagle3"),
+    DFlashConfig(type="dflash"),
+    MtpConfig(type="mtp"),
+    DraftModelConfig(type="draft_model"),
+)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -127,7 +127,7 @@ def find_problems(
         )
     if not train and drafter is None:
         problems.append(
-            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "mtp" or "draft_model"'
+            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "dflash", "mtp" or "draft_model"'
         )
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))

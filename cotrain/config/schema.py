@@ -162,8 +162,8 @@ class RolloutConfig(Section):
 
     @property
     def num_positions(self) -> int:
-        """Positions that an engine needs: a rollout of full length and the draft tokens after it."""
-        return self.max_model_len + self.num_speculative_tokens + 1
+        """Positions that an engine needs: a rollout of full length, the draft tokens after it, and two that vLLM keeps free."""
+        return self.max_model_len + self.num_speculative_tokens + 2
 
     @property
     def max_num_seqs(self) -> int:

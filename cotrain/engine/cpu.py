@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
+from cotrain.engine.cpu_packing import unpack
 from cotrain.engine.interface import (
+    BLOCK_DRAFTER,
     DRAFTING,
     KERNELS,
     KNOWN_VERSION,
@@ -249,6 +252,32 @@ def pad_short_drafts(
     return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
 
 
+def norm_context_keys(original: Any, model: Any, keys: Tensor) -> Tensor:
+    """Norm the keys of a block drafter's context by the weights of their own layer.
+
+    vLLM norms those of all layers at once. The CPU kernel takes the weights of the first layer for all of them, so that drafts of a
+    drafter of several layers are worse, silently. On another platform this was https://github.com/vllm-project/vllm/pull/56431; this
+    can go when ops.rms_norm of the pinned version takes a weight for each layer.
+
+    keys [L, C, kv heads, D] -> the same.
+    """
+    of_layers = zip(keys, model._k_norm_weights, strict=True)
+    return torch.stack([rms_norm(rows, rows.shape[-1:], weight, model._rms_norm_eps) for rows, weight in of_layers])
+
+
+def copy_packed_projections(original: Any, model: Any, attentions: list[Any], has_bias: bool) -> None:
+    """Let a block drafter read its context with the matrices of an update.
+
+    It copies the rows of keys and values from all layers' matrices, which the CPU build empties when it packs them, and the engine
+    would die with the next draft. This can go when _build_context_kv_buffers of the pinned version reads packed matrices.
+    """
+    original(model, attentions, has_bias)
+    projections = [attention.qkv_proj for attention in attentions]
+    if all(hasattr(projection, "cpu_linear") and not projection.weight.numel() for projection in projections):
+        rows = [unpack(a.qkv_proj, a.hidden_size, None, 0)[0][a.q_size :] for a in attentions]
+        model._fused_kv_weight = torch.cat(rows).contiguous()
+
+
 TORCHVISION = (
     "torchvision",
     "torchvision.transforms",
@@ -303,6 +332,8 @@ PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
     draw_recovered_tokens: (SAMPLING, "sample_recovered_tokens"),
     pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
     pad_short_drafts: (LINEAR_ATTENTION, "_spec_forward"),
+    norm_context_keys: (BLOCK_DRAFTER, "_normalize_context_k"),
+    copy_packed_projections: (BLOCK_DRAFTER, "_build_context_kv_buffers"),
     load_without_torchvision: (MODEL_CLASS, "load_model_cls"),
     inspect_here: (MODEL_CLASS, "inspect_model_cls"),
 }

@@ -25,6 +25,7 @@ PROPOSER = f"{DRAFTING}:SpecDecodeBaseProposer"
 SAMPLING = "vllm.v1.sample.rejection_sampler"
 MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
 LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+BLOCK_DRAFTER = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model"
 MODEL_CLASS = "vllm.model_executor.models.registry:_LazyRegisteredModel"
 KERNELS = "vllm.triton_utils.dispatcher"
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
+from cotrain.engine.derived import derive_again, derived_copies
 from cotrain.engine.load_trace import Box, Loaded, LoadTrace, trace_of
 from cotrain.weights.served import ServedWeights
 
@@ -102,11 +103,12 @@ def _load_what_was_lost(model: nn.Module, trace: LoadTrace, tensors: dict[str, T
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """End what vLLM's initialize_layerwise_reload has begun, and let tied weights share a packed copy."""
+    """End what vLLM's initialize_layerwise_reload has begun, let tied weights share a packed copy, and renew copies of weights."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
     share_packed_weights(model)
+    derive_again(model)
 
 
 def modules_shared_with_target(draft_model: nn.Module, target_model: nn.Module) -> list[str]:
@@ -131,15 +133,13 @@ def differing_tensors(
     """
     trace = trace_of(model, expected)
     differing = set(trace.arithmetic)
-    module: Any
-    derived: dict[int, Any] = {id(module.kv_b_proj): module for module in model.modules() if hasattr(module, "W_UV")}
+    copies = derived_copies(model)
     for loaded in trace.loaded:
         for path, leaf in loaded.places:
             module = model.get_submodule(path)
             views = _served_views(module, leaf, loaded, columns, turn)
-            if leaf == "weight" and (attention := derived.get(id(module))) is not None:
-                # Latent attention multiplies by two copies of its own: [N, P, L] and [N, L, V] of N heads.
-                views.append((torch.cat([attention.W_UK_T, attention.W_UV.mT], 1).flatten(0, 1), None))
+            if leaf == "weight" and views and (copy := copies.get(id(module))) is not None:
+                views.append((copy(views[0][0]), None))
             for to, name, source in loaded.copies:
                 wanted = source.of(expected[name])
                 if not views or not all(_is_served(view, chosen, to, wanted) for view, chosen in views):

@@ -69,9 +69,9 @@ def refusal(config: Mapping[str, Any]) -> str | None:
 def drafting_refusal(config: Mapping[str, Any], kind: str, on_cpu: bool) -> str | None:
     """Say why vLLM cannot serve a drafter of this kind beside the policy of a config.json; None when it can."""
     architecture = architecture_of(config)
-    if kind == "eagle3" and "SupportsEagle3" not in interfaces(architecture):
-        return f"vLLM's class for {architecture} gives no hidden states to an EAGLE-3 drafter"
-    if on_cpu and kind in ("eagle3", "draft_model") and text_fields(config).get("kv_lora_rank"):
+    if kind in ("eagle3", "dflash") and "SupportsEagle3" not in interfaces(architecture):
+        return f"vLLM's class for {architecture} gives no hidden states to a drafter"
+    if on_cpu and kind != "mtp" and text_fields(config).get("kv_lora_rank"):
         return "vLLM's CPU build has no common block size for latent attention (MLA) and a drafter with plain attention"
     return None
 

@@ -54,6 +54,7 @@ class Progress:
     """How far training has come. A checkpoint holds it as it is."""
 
     needs_vocabulary: bool
+    is_new: bool = False  # the drafter's first weights are not those of a checkpoint
     updates: int = 0  # optimizer steps so far
     drafter_version: int = 0  # publications so far
     published_update: int = 0  # optimizer steps behind the newest candidate that was published
@@ -93,7 +94,8 @@ class DrafterTrainer:
         """Embedding and head of each policy version whose features can be taken in."""
         self._buffer = FeatureBuffer(spec.max_buffer_bytes, config.buffer.max_age)
         self._rng = torch.Generator().manual_seed(spec.seed)
-        self._progress = Progress(needs_vocabulary=init_folder is None and config.train)
+        is_new = init_folder is None
+        self._progress = Progress(needs_vocabulary=is_new and config.train, is_new=is_new)
         self._published: dict[int, Drafter] = {0: self._frozen_copy()}
         self._held: tuple[int, Drafter] | None = None  # a candidate that waits for more rollouts, with its updates
 
@@ -203,8 +205,10 @@ class DrafterTrainer:
                 "raise rollout.features.max_bytes"
             )
         started, newest, num_tokens, updates = time.perf_counter(), max(self._buffer.policy_versions), 0, []
-        for _ in range(num_updates):
+        for number in range(num_updates):
             batch = self._buffer.sample(self._spec.drafter.batch_tokens, self._rng)
+            if self._progress.updates + number == 0:
+                self.drafter.start_training(batch.rows.to(self._device), self._progress.is_new)
             updates.append(self._update(batch, step) | {"lag_versions": float(newest - batch.rows.policy_version)})
             num_tokens += len(batch.rows.token_ids)
         seconds = time.perf_counter() - started

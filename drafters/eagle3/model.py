@@ -8,7 +8,7 @@ vLLM and speculators read the top-level ids, where id k is the state after k lay
 where id k is the output of layer k; they are one less, and are read where there are no others. Tensors are named layers.0.*; the older name midlayer.* is read too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
+from drafters.aux_layers import AUX_LAYERS, check_aux_layers
 from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import Eagle3Config
 from drafters.files import read_config
-from drafters.rotary import BY_LENGTH, inverse_frequencies
+from drafters.rotary import for_drafter, inverse_frequencies
 from drafters.target import other_values
 from drafters.unroll import MLP, Attention, DraftLayer, unroll
+from drafters.vocabulary import choose_tokens, to_maps, to_tokens
 
 SUPPORTED: dict[str, object] = {
     "hidden_act": "silu", "logit_scale": 1, "is_causal": True, "quantization_config": None,
@@ -33,7 +35,6 @@ SUPPORTED: dict[str, object] = {
 MODEL_TYPES = ("llama", "phi3", "qwen2")
 """Those with which vLLM builds the same layers from the same fields."""
 
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED: dict[str, object] = {"use_aux_hidden_state": True}
 """The same as `SUPPORTED`, for fields of eagle_config."""
 
@@ -106,13 +107,7 @@ class Eagle3Drafter(Drafter):
         if draft_vocab_size > target.vocab_size:
             more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
             raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
-        rope = target.rope_parameters
-        if rope["rope_type"] in BY_LENGTH:  # a drafter's rotation need not be its target's
-            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-        sizes = replace(
-            target, num_layers=config.num_layers, rope_parameters=rope, attention_bias=False, mlp_bias=False
-        )
-        inverse_frequencies(sizes)
+        sizes = for_drafter(replace(target, num_layers=config.num_layers))
         aux_layers = check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
         return Eagle3Shape(sizes, config.trained_depth, draft_vocab_size, aux_layers)
 
@@ -248,51 +243,3 @@ def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
     if config.get("sliding_window") and config.get("use_sliding_window") is not False and not config.get("layer_types"):
         fix = 'add "layer_types": ["sliding_attention"], or take it out'
         yield f"vLLM reads no sliding_window = {config['sliding_window']} without layer_types; {fix}"
-
-
-def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, ...]:
-    """Return the ids of the aux layers; None stands for every engine's default (2, N//2, N-3) in a target of N layers.
-
-    Raises ValueError naming `field` unless they are strictly ascending and inside the target, which the default is not
-    in small targets.
-    """
-    last = target.num_layers - 1
-    name = "the default aux layers" if layers is None else "aux layers"
-    layers = (2, target.num_layers // 2, last - 2) if layers is None else tuple(layers)
-    # vLLM sorts the ids and drops duplicates: fc would read fewer columns, or in another order, than in training.
-    if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] > last:
-        raise ValueError(
-            f"{field}: {name} {list(layers)} are not ascending ids between 1 and {last}, the states between the target's "
-            f"{target.num_layers} layers; set such ids"
-        )
-    return layers
-
-
-def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
-    """Choose the target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
-
-    Ties, and places left over once all counted tokens are in, go to the lowest token ids.
-    size is at most V. Raises ValueError when it leaves no room for `always`.
-    """
-    kept = torch.tensor(sorted(set(always)), dtype=torch.int64, device=counts.device)
-    if len(kept) > size:
-        raise ValueError(f"draft_vocab_size {size} is below the {len(kept)} tokens that must be in it")
-    rank = counts.to(torch.float64, copy=True)
-    rank[kept] = torch.inf
-    return rank.argsort(descending=True, stable=True)[:size].sort().values
-
-
-def to_maps(draft_to_target: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return (d2t [V_draft] int64, t2d [V] bool) from ascending target ids [V_draft].
-
-    target id = draft id + d2t[draft id]; t2d says for each target id whether it is in the draft vocabulary.
-    """
-    d2t = draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
-    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_to_target.device)
-    t2d[draft_to_target] = True
-    return d2t, t2d
-
-
-def to_tokens(d2t: Tensor) -> Tensor:
-    """Return target ids [V_draft] from offsets [V_draft]."""
-    return d2t + torch.arange(len(d2t), device=d2t.device)

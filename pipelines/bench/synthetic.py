@@ -65,11 +65,11 @@ def described(given: str) -> tuple[str, dict[str, Any]]:
 
 
 def random_drafter(kind: str, target: TargetSpec, depth: int, seed: int) -> Drafter:
-    """Build a drafter; EAGLE-3 drafts 32,000 tokens, as in the simulator. Raises ValueError where it does not fit the target."""
+    """Build a drafter; EAGLE-3 and DFlash draft 32,000 tokens, as in the simulator. Raises ValueError where it does not fit the target."""
     if kind not in DRAFTERS:
         raise ValueError(f"--drafter: {kind!r} is no kind with random weights; give {', '.join(DRAFTERS)} or none")
     fields: Table = {"type": kind, "trained_depth": depth}
-    fields |= {"draft_vocab_size": min(32_000, target.vocab_size)} if kind == "eagle3" else {}
+    fields |= {"draft_vocab_size": min(32_000, target.vocab_size)} if kind in ("eagle3", "dflash") else {}
     try:
         return build_drafter(TypeAdapter(DrafterModelConfig).validate_python(fields), target, seed)
     except ValueError as error:

@@ -24,7 +24,7 @@ from cotrain.transport.spool import VARIABLE, Verdict
 from pipelines.help import help_of
 from pipelines.plan import serve_command
 
-KINDS = ("eagle3", "mtp", "draft_model")
+KINDS = ("eagle3", "dflash", "mtp", "draft_model")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters.eagle3.model import choose_tokens, to_maps, to_tokens
+from drafters.vocabulary import choose_tokens, to_maps, to_tokens
 
 
 def test_most_frequent_tokens_ascending():

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from drafters.aux_layers import check_aux_layers
 from drafters.build import build_drafter, load_drafter, shape_problems
 from drafters.config import Eagle3Config
-from drafters.eagle3.model import Eagle3Drafter, check_aux_layers
+from drafters.eagle3.model import Eagle3Drafter
 from tests.drafters.conftest import EAGLE3, TARGET, assert_same_state, edit_config, make_drafter
 
 

@@ -1,0 +1,258 @@
+"""The DFlash drafter: a block of mask tokens after the newest token, all of whose tokens it proposes in one pass.
+
+The maths are those of vLLM's qwen3_dflash.py. Context row r gives every layer a key and a value, made from the target's hidden
+states at r alone. A start is drafted for with B = 1 + K rows: the token that the target has sampled, then K mask tokens. Mask j
+has the position of draft token j and proposes it; what it proposes does not depend on the draft tokens before it. In a causal
+block no mask sees those after it, so that drafts are the same whatever K is. The layers are Qwen3's for every target.
+
+The residual stream of a target has columns that are 20 times as large as the others, and nothing norms them before `fc`. It
+learns on columns that are divided by their root mean square, the `spread`; the weight that is saved and served has it folded in.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafters.alignment import Alignment, DraftBatch
+from drafters.aux_layers import AUX_LAYERS, check_aux_layers
+from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
+from drafters.config import DFlashConfig
+from drafters.files import read_config
+from drafters.rotary import for_drafter, inverse_frequencies
+from drafters.target import other_values
+from drafters.unroll import MLP, Attention, attend, in_chunks, recomputed
+from drafters.vocabulary import choose_tokens, to_maps, to_tokens
+
+SUPPORTED: dict[str, object] = {
+    "hidden_act": "silu",
+    "logit_scale": 1,
+    "is_neox_style": True,
+    "quantization_config": None,
+}
+"""Fields that vLLM reads of a drafter's config.json, with the only value that this drafter implements."""
+
+IN_DFLASH_CONFIG: dict[str, object] = {"use_swa": False, "attention_sink_bias": False, "attention_value_scale": 1}
+"""The same, of fields of dflash_config."""
+
+UNUSED = ("t2d", "embed_tokens.weight")
+"""Tensors of a checkpoint that are not read: the target's embedding is used, at the newest policy version."""
+
+SMALLEST_SPREAD = 1e-3
+"""Columns that are nearly zero are left so."""
+
+
+@dataclass(frozen=True)
+class DFlashShape(Shape):
+    """Shape of a DFlash drafter. In `sizes`, layers, attention, MLP width, RoPE and positions are the drafter's own."""
+
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
+    mask_token_id: int
+    causal: bool = True
+    has_head: bool = True  # otherwise the target's, over all tokens
+
+
+class BlockLayer(nn.Module):
+    """A layer of Qwen3, whose queries are the rows of blocks."""
+
+    def __init__(self, sizes: TargetSpec) -> None:
+        super().__init__()
+        size, eps, bias = sizes.hidden_size, sizes.rms_norm_eps, sizes.attention_bias
+        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(size, eps) for _ in range(2))
+        self.self_attn = Attention(sizes, size, bias=bias, output_bias=bias, norm=nn.RMSNorm)
+        self.mlp = MLP(size, sizes.intermediate_size)
+
+
+class DFlashDrafter(Drafter):
+    """DFlash with a trainable head. Until `choose_vocabulary` the draft vocabulary is the first V_draft tokens."""
+
+    shape: DFlashShape
+    spread: Tensor
+    d2t: Tensor
+
+    def __init__(self, shape: DFlashShape) -> None:
+        super().__init__(shape)
+        size, eps = shape.sizes.hidden_size, shape.sizes.rms_norm_eps
+        self.fc = nn.Linear(len(shape.aux_layers) * size, size, bias=False)
+        self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(2))
+        self.layers = nn.ModuleList([BlockLayer(shape.sizes) for _ in range(shape.sizes.num_layers)])
+        self.register_buffer("spread", torch.ones(self.fc.in_features))
+        if shape.has_head:
+            self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
+        # vLLM has no map to load when the vocabularies are the same.
+        self.has_map = shape.draft_vocab_size < shape.sizes.vocab_size
+        if self.has_map:
+            self.register_buffer("d2t", to_maps(torch.arange(shape.draft_vocab_size), shape.sizes.vocab_size)[0])
+
+    @staticmethod
+    def shape_of(config: DFlashConfig, target: TargetSpec) -> DFlashShape:
+        draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
+        if draft_vocab_size > target.vocab_size:
+            more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
+            raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
+        mask = target.unused_token_id if config.mask_token_id is None else config.mask_token_id
+        if mask is None:
+            raise ValueError(
+                "drafter.model.mask_token_id: every token of the policy's vocabulary may occur in text; set the id of one that "
+                "its text never has, such as a special token of another use"
+            )
+        if mask >= target.vocab_size or mask in target.eos_token_ids:
+            raise ValueError(
+                f"drafter.model.mask_token_id: {mask} is no token below {target.vocab_size} that text never has; set another"
+            )
+        sizes = for_drafter(replace(target, num_layers=config.num_layers, sliding_window=None))
+        aux_layers = check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
+        return DFlashShape(sizes, config.trained_depth, draft_vocab_size, aux_layers, mask)
+
+    @staticmethod
+    def read(
+        folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
+    ) -> tuple[DFlashShape, dict[str, Tensor]]:
+        config = read_config(folder)
+        sizes = TargetSpec.from_config(config, folder)
+        if problems := "; ".join(_problems(config, sizes, Path(folder))):
+            raise ValueError(f"{folder}/config.json: {problems}")
+        sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
+        depth = config.get("block_size", 0) - 1 if config.get("block_size") else depth_if_unstated
+        if depth is None:
+            fix = 'add "block_size": 1 + K'
+            raise ValueError(f"{folder}/config.json does not say how many draft positions were trained; {fix}")
+        own = config.get("dflash_config") or {}
+        tensors = {name: tensor for name, tensor in read_tensors(folder).items() if name not in UNUSED}
+        layers = config.get(AUX_LAYERS) or [layer + 1 for layer in own.get("target_layer_ids") or ()] or None
+        causal = config.get("is_causal")
+        shape = DFlashShape(
+            sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=None),
+            trained_depth=depth,
+            draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
+            aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
+            mask_token_id=own.get("mask_token_id", config.get("mask_token_id")),
+            causal=bool(own.get("causal", False) if causal is None else causal),
+            has_head="lm_head.weight" in tensors,
+        )
+        return shape, {"spread": _ones(shape), **tensors}
+
+    @staticmethod
+    def to_config(shape: DFlashShape) -> dict[str, object]:
+        sizes = shape.sizes
+        return {
+            "architectures": ["DFlashDraftModel"],
+            **sizes.layer_config(),
+            "model_type": "qwen3",
+            "num_hidden_layers": sizes.num_layers,
+            "attention_bias": sizes.attention_bias,
+            "draft_vocab_size": shape.draft_vocab_size,
+            "target_hidden_size": sizes.hidden_size,
+            "block_size": 1 + shape.trained_depth,
+            "dflash_config": {
+                "mask_token_id": shape.mask_token_id,
+                "target_layer_ids": [layer - 1 for layer in shape.aux_layers],  # of the layer whose output is read
+                "causal": shape.causal,
+            },
+        }
+
+    @property
+    def serving(self) -> ServingSpec:
+        return ServingSpec("dflash", self.shape.aux_layers)
+
+    @property
+    def draft_to_target(self) -> Tensor:
+        return to_tokens(self.d2t) if self.has_map else super().draft_to_target
+
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
+        depth, rows, dtype = len(alignment.supervised), alignment.context_rows, self.fc.weight.dtype
+        context = self.hidden_norm(self.fc(batch.aux_hidden[rows].to(dtype) / self.spread))
+        ids = torch.full((len(alignment.start_rows), 1 + depth), self.shape.mask_token_id, device=rows.device)
+        ids[:, 0] = batch.token_ids[alignment.input_rows(0)]
+        hidden = target.embedding.detach()[ids].to(dtype)  # [S, B, H]
+        for layer in self.layers:
+            own = recomputed(layer.self_attn.keys_and_values, context, batch.positions[rows])
+            (hidden,) = in_chunks(self._read_blocks, hidden, [], layer, batch, alignment, own)
+        hidden = self.norm(hidden)
+        head = self.lm_head.weight if self.shape.has_head else target.head
+        return [hidden[:, position] for position in range(1, 1 + depth)], head
+
+    def _read_blocks(
+        self, layer: BlockLayer, batch: DraftBatch, alignment: Alignment, context: tuple[Tensor, Tensor], starts: slice,
+        hidden: Tensor,
+    ) -> tuple[Tensor]:  # fmt: skip
+        """Return the output [S, B, H] of a layer for the blocks of some starts, which see their own context and block."""
+        attention, num_rows = layer.self_attn, hidden.shape[1]
+        first = batch.positions[alignment.start_rows[starts]] + 1
+        positions = (first[:, None] + torch.arange(num_rows, device=first.device)).flatten()
+        x = layer.input_layernorm(hidden).flatten(0, 1)
+        queries, keys, values = attention.queries(x, positions), *attention.keys_and_values(x, positions)
+        queries, keys, values = (tensor.unflatten(0, (-1, num_rows)).unbind(1) for tensor in (queries, keys, values))
+        whole_text = torch.zeros_like(first)
+        attended = []
+        for row in range(num_rows):
+            seen = row + 1 if self.shape.causal else num_rows
+            own = list(keys[:seen]), list(values[:seen])
+            attended.append(attend(queries[row], *context, *own, alignment, starts, whole_text))
+        hidden = hidden + attention.output(torch.stack(attended, 1).flatten(0, 1), x).view_as(hidden)
+        return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)),)
+
+    @torch.no_grad()
+    def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
+        counts = token_counts.clone()
+        counts[self.shape.mask_token_id] = -1
+        tokens = choose_tokens(counts, self.shape.draft_vocab_size, self.shape.sizes.eos_token_ids)
+        if self.has_map:
+            self.d2t = to_maps(tokens, self.shape.sizes.vocab_size)[0].to(self.d2t.device)
+        if self.shape.has_head:
+            self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
+        total = token_counts.sum()
+        return float(token_counts[tokens].sum() / total) if total > 0 else 1.0
+
+    @torch.no_grad()
+    def start_training(self, batch: DraftBatch, is_new: bool) -> None:
+        spread = batch.aux_hidden[batch.feature_mask].float().square().mean(0).sqrt().clamp(min=SMALLEST_SPREAD)
+        spread = spread.to(self.spread)
+        if not is_new:  # the weight of a new one passes the columns through, whatever their scale
+            self.fc.weight.mul_(spread / self.spread)
+        self.spread.copy_(spread)
+
+    def state_for_serving(self) -> dict[str, Tensor]:
+        state = {name: tensor for name, tensor in self.state_dict().items() if name != "spread"}
+        return state | {"fc.weight": self.fc.weight.detach() / self.spread}
+
+    def saved_state(self) -> dict[str, Tensor]:
+        return self.state_for_serving()
+
+    def restored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"spread": _ones(self.shape), **tensors}
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Let fc pass the highest aux layer's state through. `choose_vocabulary` later copies the rows of the head."""
+        super().initialise(generator)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
+        self.spread.fill_(1.0)
+        if self.has_map:
+            self.d2t.zero_()
+
+
+def _ones(shape: DFlashShape) -> Tensor:
+    return torch.ones(len(shape.aux_layers) * shape.sizes.hidden_size)
+
+
+def _problems(config: dict[str, Any], sizes: TargetSpec, folder: Path) -> Iterator[str]:
+    """Yield each reason why this drafter would not compute what an engine computes from the same checkpoint."""
+    own = config.get("dflash_config") or {}
+    for field in other_values(config, SUPPORTED) + other_values(own, IN_DFLASH_CONFIG):
+        yield f"this is a DFlash variant with {field}, which is not supported"
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        yield "layers with sliding attention need vLLM's model runner V2, which cotrain does not use"
+    if own.get("mask_token_id", config.get("mask_token_id")) is None:
+        yield "it has no mask_token_id"
+    if (folder / "mask_embedding.pt").exists():
+        yield "it has a mask_embedding.pt, which vLLM cannot replace in a running engine"
+    try:
+        inverse_frequencies(sizes)
+    except ValueError as error:
+        yield str(error)
