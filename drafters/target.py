@@ -69,7 +69,9 @@ class TargetSpec:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # heads of GLM-4.5 norm queries and keys
-    unused_token_id: int | None = field(default=None, compare=False)  # a token that text never has; None if there may be none
+    unused_token_id: int | None = field(
+        default=None, compare=False
+    )  # a token that text never has; None if there may be none
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:

@@ -24,7 +24,7 @@ from cotrain.weights.payload import write_payload
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import DrafterModelConfig, Eagle3Config
 from drafters.losses import drafter_loss
 from tests.engine.two_nodes import address, two_nodes  # noqa: F401
 from tests.native_models import trained_native
@@ -209,7 +209,7 @@ def distilled(
     data: DraftBatch,
     target: TargetWeights,
     target_folder: Path,
-    config: Eagle3Config | MtpConfig | DraftModelConfig | None = None,
+    config: DrafterModelConfig | None = None,
 ) -> Drafter:
     """A drafter (EAGLE-3 unless given) that has learnt from `data` for a few seconds."""
     config = config or eagle3()
@@ -221,6 +221,7 @@ def distilled(
 def fitted(drafter: Drafter, data: DraftBatch, target: TargetWeights) -> Drafter:
     """The same drafter after it has learnt from `data`."""
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
+    drafter.start_training(data, is_new=True)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     parts = [part_of(data, turn) for turn in range(PARTS)]
     for step in range(STEPS):

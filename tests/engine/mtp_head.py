@@ -1,7 +1,7 @@
 """What an MTP head must do on a real engine: what it reads, what is served, what it accepts.
 
-test_mtp_head.py and test_native_mtp_head.py run these tests, each with a `target` of its own, and test_draft_model.py
-those that are about no head.
+test_mtp_head.py and test_native_mtp_head.py run these tests, each with a `target` of its own, and test_draft_model.py and
+test_block_drafter.py those that are about no head.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
-from drafters.config import DraftModelConfig, MtpConfig
+from drafters.config import DrafterModelConfig, MtpConfig
 from drafters.losses import acceptances
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
 
@@ -49,7 +49,7 @@ class Target:
 
 @contextmanager
 def running(
-    folder: Path, rollout_config: RolloutConfig, checkpoint: Path, drafter: MtpConfig | DraftModelConfig = MTP
+    folder: Path, rollout_config: RolloutConfig, checkpoint: Path, drafter: DrafterModelConfig = MTP
 ) -> Iterator[Target]:
     """An engine on the policy in this folder, with an untrained drafter; it is written to the folder `checkpoint`."""
     native = native_head(folder)
@@ -57,7 +57,7 @@ def running(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     state = load_file(folder / "model.safetensors")
     untrained = load_drafter(native, spec) if native else build_drafter(drafter, spec, seed=0)
-    trained = distilled(text_of(model, ()), weights_of(state), folder, drafter)
+    trained = distilled(text_of(model, untrained.serving.aux_layers), weights_of(state), folder, drafter)
     untrained.save(checkpoint, torch.float32)
     dtype = "bfloat16" if has_linear_attention(folder) else "float32"
     config = rollout_config.model_copy(update={"dtype": dtype})

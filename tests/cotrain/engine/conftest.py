@@ -125,12 +125,14 @@ def serve(vllm_process: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    def build(architecture: str, dtype: str, drafter: Path | None = None, seed: int = 0) -> Served:
+    def build(
+        architecture: str, dtype: str, drafter: Path | None = None, seed: int = 0, method: str = "eagle3"
+    ) -> Served:
         folder = tmp_path_factory.mktemp("target")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]).save_pretrained(folder)
-        speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2} if drafter else None
+        speculation = {"method": method, "model": str(drafter), "num_speculative_tokens": 2} if drafter else None
         config = EngineArgs(
             model=str(folder),
             dtype=dtype,
