@@ -80,6 +80,23 @@ class Alignment:
         at = torch.arange(len(rows), device=rows.device)
         return replace(self, start_rows=rows, starts_in_context=at, spans=spans)
 
+    def sampled(self, share: float, generator: torch.Generator) -> "Alignment":
+        """Return a random share of the starts, at least one, over the same context."""
+        num_starts = len(self.start_rows)
+        drawn = torch.randperm(num_starts, generator=generator)[: max(1, round(share * num_starts))].sort().values
+        before = torch.searchsorted(
+            drawn, torch.tensor([stop for _, starts in self.spans for stop in (starts.start, starts.stop)])
+        )
+        bounds = before.view(-1, 2).tolist()
+        drawn = drawn.to(self.start_rows.device)
+        return replace(
+            self,
+            start_rows=self.start_rows[drawn],
+            starts_in_context=self.starts_in_context[drawn],
+            supervised=self.supervised[:, drawn],
+            spans=tuple((c, slice(*b)) for (c, _), b in zip(self.spans, bounds, strict=True) if b[0] < b[1]),
+        )
+
     def target_rows(self, position: int) -> Tensor:
         """Return the ascending batch rows of the target's distributions, for starts supervised at a draft position."""
         return self.start_rows[self.supervised[position]] + 1 + position

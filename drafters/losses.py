@@ -111,14 +111,17 @@ class Teacher:
 
 
 def drafter_loss(
-    drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams
-) -> tuple[Tensor, Tensor]:
+    drafter: Drafter, batch: DraftBatch, target: TargetWeights, sampling: SamplingParams, anchors: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Unroll a drafter to its trained depth and compare each position with the target's processed distribution.
 
-    Returns the loss, a differentiable scalar, and the mean loss of each draft position [K], detached. Both cover only
+    anchors: share of the starts that is compared; below 1, `generator` draws them. Returns the loss, a differentiable scalar, and the mean loss of each draft position [K], detached. Both cover only
     supervised positions.
     """
     alignment = align(batch, drafter.shape.trained_depth)
+    if anchors < 1 and generator is not None and len(alignment.start_rows):
+        alignment = alignment.sampled(anchors, generator)
     hidden, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
     loss, per_position, _ = draft_loss(hidden, head, teacher, alignment)

@@ -241,6 +241,9 @@ class DrafterConfig(Section):
     """Optimizer steps of each round of training."""
     batch_tokens: PositiveInt = 2048
     """Tokens in one optimizer step, packed from whole rollouts."""
+    anchors: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of these tokens after which drafts are trained, drawn at random for each step; all of them are context. A smaller share
+    makes steps cheaper, and a step learns less."""
     on_drafter_failure: Literal["stop", "continue"] = "stop"
     """stop: an alarm ends the run with a cause and a remedy. continue: the run continues without speculation and drafter
     training, and every step line says so. A process that dies or hangs ends the run in both cases."""

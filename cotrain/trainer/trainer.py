@@ -221,9 +221,10 @@ class DrafterTrainer:
     def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Take one optimizer step on a batch."""
         rows, sampling = batch
-        target = self.target_weights[rows.policy_version]
+        target, anchors = self.target_weights[rows.policy_version], self._spec.drafter.anchors
         with self._precision():
-            loss, per_position = drafter_loss(self.drafter, rows.to(self._device), target, sampling)
+            rows = rows.to(self._device)
+            loss, per_position = drafter_loss(self.drafter, rows, target, sampling, anchors, self._rng)
         self._optimizer.zero_grad()
         loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), MAX_GRAD_NORM)

@@ -82,3 +82,20 @@ def test_a_batch_without_supervision_has_no_starts():
     # The only response token is predicted from the prompt's last row but one.
     assert alignment.start_rows.tolist() == [0, 1]
     assert align(make_batch((4, 0, 0)), DEPTH).start_rows.tolist() == []
+
+
+def test_a_share_of_the_starts_keeps_the_context_and_the_rollout_of_each():
+    alignment = align(make_batch((4, 8, 0), (3, 1, 0), (5, 9, 2)), 3)
+    sampled = alignment.sampled(0.3, torch.Generator().manual_seed(0))
+    assert len(sampled.start_rows) == round(0.3 * len(alignment.start_rows)) > 3
+    assert torch.equal(sampled.context_rows, alignment.context_rows)
+    assert torch.equal(sampled.context_rows[sampled.starts_in_context], sampled.start_rows)
+    of = torch.searchsorted(alignment.start_rows, sampled.start_rows)
+    assert torch.equal(alignment.start_rows[of], sampled.start_rows)
+    assert torch.equal(sampled.supervised, alignment.supervised[:, of])
+    covered = torch.cat([sampled.starts_in_context[starts] for _, starts in sampled.spans])
+    assert torch.equal(covered, sampled.starts_in_context)
+    for context, starts in sampled.spans:
+        inside = sampled.starts_in_context[starts]
+        assert ((inside >= context.start) & (inside < context.stop)).all()
+    assert len(alignment.sampled(1e-9, torch.Generator()).start_rows) == 1
