@@ -19,6 +19,7 @@ RUNS = {
     "qwen3_moe": (),
     "qwen3_moe on two ranks": ("rollout.vllm.tensor_parallel_size=2",),
     "gpt_oss": (),
+    "qwen3_moe with a block drafter": ("drafter.model.type=dflash",),
 }
 
 
