@@ -121,6 +121,11 @@ class Drafter(nn.Module, ABC):
         """Return the target token ids [V_draft] that this drafter can propose, ascending; all of them unless overridden."""
         return torch.arange(self.shape.sizes.vocab_size, device=next(self.parameters()).device)
 
+    @property
+    def drafts_follow_length(self) -> bool:
+        """Return whether a draft token depends on how many there are; by default it does not."""
+        return False
+
     @abstractmethod
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[Sequence[Tensor], Tensor]:
         """Run the drafter from every start over all draft positions of the alignment.

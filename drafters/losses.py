@@ -116,8 +116,8 @@ def drafter_loss(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Unroll a drafter to its trained depth and compare each position with the target's processed distribution.
 
-    anchors: share of the starts that is compared; below 1, `generator` draws them. Returns the loss, a differentiable scalar, and the mean loss of each draft position [K], detached. Both cover only
-    supervised positions.
+    anchors: share of the starts that is compared; below 1, `generator` draws them. Returns the loss, a differentiable scalar, and the
+    mean loss of each draft position [K], detached. Both cover only supervised positions.
     """
     alignment = align(batch, drafter.shape.trained_depth)
     if anchors < 1 and generator is not None and len(alignment.start_rows):
@@ -130,21 +130,28 @@ def drafter_loss(
 
 @torch.no_grad()
 def acceptances(
-    drafters: Sequence[Drafter], batch: DraftBatch, target: TargetWeights, sampling: SamplingParams
+    drafters: Sequence[Drafter],
+    batch: DraftBatch,
+    target: TargetWeights,
+    sampling: SamplingParams,
+    served: int | None = None,
 ) -> list[StartAcceptance]:
     """Return the acceptance of each drafter at every start; the target's distribution is computed only once.
 
-    Drafters may differ in weights and draft vocabulary, but not in trained depth.
+    Drafters may differ in weights and draft vocabulary, but not in trained depth. served: the draft length of the engines, which
+    matters where drafts follow from it; None is the trained depth.
     """
-    alignment = align(batch, drafters[0].shape.trained_depth)
+    shape = drafters[0].shape
+    depth = served if served and any(drafter.drafts_follow_length for drafter in drafters) else shape.trained_depth
+    alignment = align(batch, depth)
     heads = [
         (*d.drafts(batch, alignment, target), Teacher(batch, target, d.draft_to_target, sampling)) for d in drafters
     ]
     tables = [_nothing_accepted(head, alignment) for _, head, _ in heads]
     for index, k, starts, _, result in _comparisons(heads, alignment, with_gradient=False):
         tables[index][:, k, starts] = result.accepted
-    rows, shape = alignment.start_rows, drafters[0].shape
-    beyond = beyond_stop(batch, rows, shape.trained_depth, shape.sizes.eos_token_ids)
+    rows = alignment.start_rows
+    beyond = beyond_stop(batch, rows, depth, shape.sizes.eos_token_ids)
     of_start = batch.document_ids[rows], generated_before(batch, rows)
     filled = (table.masked_fill(beyond, 0.0) for table in tables)
     return [StartAcceptance(probability, drawn, *of_start) for probability, drawn in filled]

@@ -20,9 +20,9 @@ def derived_copies(model: nn.Module) -> dict[int, Copy]:
         if hasattr(module, "W_UV")
     }
     for module in _block_drafters(model):
-        copies[id(module.hidden_norm)] = lambda _, drafter=module: drafter._hidden_norm_weight
+        copies[id(module.hidden_norm)] = partial(_of_context_norm, module)
         for number, layer in enumerate(module.layers):
-            copies[id(layer.self_attn.k_norm)] = lambda _, n=number, drafter=module: drafter._k_norm_weights[n]
+            copies[id(layer.self_attn.k_norm)] = partial(_of_key_norm, module, number)
             copies[id(layer.self_attn.qkv_proj)] = partial(_of_context_projection, module, number)
     return copies
 
@@ -43,6 +43,14 @@ def _block_drafters(model: nn.Module) -> Iterator[Any]:
 def _of_latent_attention(attention: Any, _: Tensor) -> Tensor:
     """Latent attention multiplies by two copies of its own: [N, P, L] and [N, L, V] of N heads."""
     return torch.cat([attention.W_UK_T, attention.W_UV.mT], 1).flatten(0, 1)
+
+
+def _of_context_norm(drafter: Any, _: Tensor) -> Tensor:
+    return drafter._hidden_norm_weight
+
+
+def _of_key_norm(drafter: Any, number: int, _: Tensor) -> Tensor:
+    return drafter._k_norm_weights[number]
 
 
 def _of_context_projection(drafter: Any, number: int, served: Tensor) -> Tensor:

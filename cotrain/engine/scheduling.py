@@ -12,6 +12,16 @@ from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.process.children import follow_parent
 
 
+def draft_lengths_of(scheduler: Any) -> DraftLengths:
+    """Return the choice of draft lengths for one of vLLM's schedulers."""
+    speculation, by_length = scheduler.vllm_config.speculative_config, False
+    if speculation is not None and speculation.method == "dflash":
+        config = speculation.draft_model_config.hf_config
+        causal = getattr(config, "is_causal", None)
+        by_length = not ((getattr(config, "dflash_config", None) or {}).get("causal") if causal is None else causal)
+    return DraftLengths(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs, by_length)
+
+
 class WatchedScheduler:
     """Mixed into a scheduler of vLLM to act around each of its steps. Subclasses may override the methods with `cotrain_`.
 
@@ -42,8 +52,7 @@ class WatchedScheduler:
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
     def cotrain_start(self) -> None:
-        scheduler: Any = self
-        self.draft_lengths = DraftLengths(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
+        self.draft_lengths = draft_lengths_of(self)
 
     def cotrain_choose_lengths(self) -> None:
         self.dynamic_sd_lookup = self.draft_lengths.choose(time.perf_counter())

@@ -326,7 +326,7 @@ class DrafterTrainer:
         for rows, sampling in batches_of(records, config.batch_tokens):
             target = self.target_weights[rows.policy_version]
             with self._precision():
-                parts.append(acceptances(drafters, rows.to(self._device), target, sampling))
+                parts.append(acceptances(drafters, rows.to(self._device), target, sampling, self._served_depth))
         return [[part[i] for part in parts] for i in range(len(drafters))]
 
     def _cause(self, target: TargetWeights) -> str:

@@ -12,7 +12,7 @@ learns on columns that are divided by their root mean square, the `spread`; the 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class DFlashDrafter(Drafter):
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
             aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
-            mask_token_id=own.get("mask_token_id", config.get("mask_token_id")),
+            mask_token_id=own["mask_token_id"] if "mask_token_id" in own else config["mask_token_id"],
             causal=bool(own.get("causal", False) if causal is None else causal),
             has_head="lm_head.weight" in tensors,
         )
@@ -163,13 +163,17 @@ class DFlashDrafter(Drafter):
     def draft_to_target(self) -> Tensor:
         return to_tokens(self.d2t) if self.has_map else super().draft_to_target
 
+    @property
+    def drafts_follow_length(self) -> bool:
+        return not self.shape.causal
+
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         depth, rows, dtype = len(alignment.supervised), alignment.context_rows, self.fc.weight.dtype
         context = self.hidden_norm(self.fc(batch.aux_hidden[rows].to(dtype) / self.spread))
         ids = torch.full((len(alignment.start_rows), 1 + depth), self.shape.mask_token_id, device=rows.device)
         ids[:, 0] = batch.token_ids[alignment.input_rows(0)]
         hidden = target.embedding.detach()[ids].to(dtype)  # [S, B, H]
-        for layer in self.layers:
+        for layer in [cast(BlockLayer, layer) for layer in self.layers]:
             own = recomputed(layer.self_attn.keys_and_values, context, batch.positions[rows])
             (hidden,) = in_chunks(self._read_blocks, hidden, [], layer, batch, alignment, own)
         hidden = self.norm(hidden)

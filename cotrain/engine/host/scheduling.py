@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cotrain.engine.host.breaker import Breaker
-from cotrain.engine.scheduling import WatchedScheduler, step_of, verified
-from cotrain.engine.speculation.draft_length import DraftLengths
+from cotrain.engine.scheduling import WatchedScheduler, draft_lengths_of, step_of, verified
 from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
 from cotrain.records import GainReport
 from cotrain.transport.spool import Finished, Offer, Record, Settings, Spool, State, read_json
@@ -40,7 +39,7 @@ class Decisions:
     def __init__(self, spool: Spool, scheduler: Any):
         config, settings = scheduler.vllm_config, spool.settings()
         self._spool, self._requests, self._adaptive = spool, scheduler.requests, settings.adaptive
-        self._draft_lengths = DraftLengths(scheduler.num_spec_tokens, scheduler.scheduler_config.max_num_seqs)
+        self._draft_lengths = draft_lengths_of(scheduler)
         width = (len(settings.aux_layers) + 1) * config.model_config.get_hidden_size()
         row_size = row_bytes(width, config.model_config.dtype.itemsize)
         self._admission, self._share = Admission(settings.max_bytes, row_size, config.instance_id), settings.share

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cotrain.engine.speculation.served_acceptance import ServedAcceptance
+from cotrain.engine.speculation.served_acceptance import AcceptanceByLength, ServedAcceptance
 from cotrain.engine.speculation.step_costs import Array, StepCosts, ratio_at
 from cotrain.engine.speculation.trials import BLOCK_STEPS, Trials
 from cotrain.records import GainReport
@@ -59,13 +59,15 @@ class Sums:
 class DraftLengths:
     """Chooses a draft length from 0 to K for each batch size. It stays at K until `adapt`.
 
-    Drafts from history have a length for each request, which the worker chooses. The 14 attributes are what is believed of
+    Drafts from history have a length for each request, which the worker chooses. The 15 attributes are what is believed of
     acceptance and costs, what was chosen, and the step that runs.
     """
 
-    def __init__(self, max_speculative_tokens: int, max_batch: int):
+    def __init__(self, max_speculative_tokens: int, max_batch: int, by_length: bool = False):
+        """by_length: what the drafter proposes depends on the draft length."""
         self.max_speculative_tokens = max_speculative_tokens
-        self._acceptance = ServedAcceptance(max_speculative_tokens)
+        self._acceptance_kind = AcceptanceByLength if by_length else ServedAcceptance
+        self._acceptance: AcceptanceByLength | ServedAcceptance = self._acceptance_kind(max_speculative_tokens)
         self._costs: StepCosts | None = None
         self._ratios = np.ones((max_speculative_tokens + 1, max_batch))  # t_k / t_0, once there are costs
         self._by_request = False
@@ -106,7 +108,7 @@ class DraftLengths:
 
     def new_drafter(self, expected_rates: Sequence[float] | None = None) -> None:
         """Forget acceptance so far: another drafter serves. expected_rates: see ServedAcceptance; None if none are known."""
-        self._acceptance = ServedAcceptance(self.max_speculative_tokens, expected_rates or ())
+        self._acceptance = self._acceptance_kind(self.max_speculative_tokens, expected_rates or ())
         self._decide()
 
     def describe(self) -> str:

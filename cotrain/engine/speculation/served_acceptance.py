@@ -81,3 +81,22 @@ class ServedAcceptance:
         tokens = self.tokens_per_step()[: longest + 1]
         best = longest if ratios is None else int((tokens - ratios[: longest + 1]).argmax())
         return Choice(best, float(tokens[best]))
+
+
+class AcceptanceByLength:
+    """ServedAcceptance for a drafter that proposes other tokens for another draft length, as blocks do that are not causal."""
+
+    def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = ()):
+        """expected_rates: see ServedAcceptance; of every draft length, until it was drafted."""
+        self._of = [ServedAcceptance(max_speculative_tokens, expected_rates) for _ in range(max_speculative_tokens + 1)]
+
+    def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
+        for length in {drafted for drafted, _ in drafts}:
+            self._of[length].observe([draft for draft in drafts if draft[0] == length])
+
+    def forget_what_is_contradicted(self) -> None:
+        for acceptance in self._of:
+            acceptance.forget_what_is_contradicted()
+
+    def tokens_per_step(self) -> Array:
+        return np.array([acceptance.tokens_per_step()[length] for length, acceptance in enumerate(self._of)])

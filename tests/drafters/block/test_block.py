@@ -11,6 +11,7 @@ from torch import Tensor
 from drafters.alignment import DraftBatch, align
 from drafters.block.model import DFlashDrafter
 from drafters.build import build_drafter, load_drafter
+from drafters.losses import acceptances
 from tests.drafters.conftest import DFLASH, TARGET, edit_config, make_batch
 from tests.drafters.decoding import DOCUMENTS, CachedDecoder
 
@@ -166,3 +167,21 @@ def test_variants_that_are_computed_otherwise_are_refused(changes, message, tmp_
     published(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         load_drafter(tmp_path, TARGET)
+
+
+def test_acceptance_is_that_of_the_served_length_where_drafts_follow_from_it(target_weights, sampling):
+    batch = make_batch((3, 9, 0), (4, 8, 0))
+    for causal in (True, False):
+        drafter = made(causal)
+        of_four = acceptances([drafter], batch, target_weights, sampling)[0]
+        of_two = acceptances([drafter], batch, target_weights, sampling, served=2)[0]
+        assert drafter.drafts_follow_length != causal
+        assert len(of_four.probability) == 4 and len(of_two.probability) == (4 if causal else 2)
+        if not causal:
+            alignment = align(batch, 2)
+            states, head = drafter.drafts(batch, alignment, target_weights)
+            start = int(of_two.probability[0].isfinite().nonzero()[0])
+            q = (states[0][start] @ head.T).softmax(-1)
+            p = (batch.final_hidden[alignment.start_rows[start] + 1] @ target_weights.head.T).softmax(-1)
+            expected = torch.minimum(p[drafter.draft_to_target], q).sum()
+            torch.testing.assert_close(of_two.probability[0, start].to(expected), expected, rtol=1e-5, atol=1e-5)
