@@ -1,4 +1,4 @@
-"""EAGLE-3 and block drafters after equal processor time on the same features of a real engine's tap.
+"""EAGLE-3 and block drafters after equal processor time on the same text of a real engine.
 
     cotrain init configs/quickstart.toml name=trial init.tokens=100000 init.epochs=1 rollout.max_new_tokens=96 \\
         task.instruction="Explain each step, then give the answer."
@@ -10,7 +10,6 @@ and the acceptance length expected on held-out rollouts at temperature 1, for dr
 
 import argparse
 import itertools
-import json
 import math
 import random
 import sys
@@ -21,13 +20,11 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.start_weights import response_tokens
-from cotrain.config.load import parse_config
-from cotrain.models.loading import resolve_model
+from benchmarks.stored_text import StoredText, read_text
 from cotrain.optimizer import MAX_GRAD_NORM
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.target import read_target_weights
-from cotrain.transport.features import FeatureRecord, read_shard
+from cotrain.transport.features import FeatureRecord
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
@@ -52,7 +49,9 @@ LENGTHS = (1, 2, 3, 5)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder of a `cotrain init` with cached features")
+    parser.add_argument(
+        "run", type=Path, help="run folder of a `cotrain init`, which may have been stopped once its text was there"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default 0 1")
     parser.add_argument("--cpu-seconds", type=float, default=240, help="of training in each arm (default %(default)s)")
     parser.add_argument(
@@ -61,45 +60,39 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = resolve_model(parse_config(json.loads((args.run / "config.json").read_text())).policy.model)
-    spec = TargetSpec.from_pretrained(model)
-    weights = read_target_weights(model, 0, spec, "cpu")
-    target = TargetWeights(weights.embedding.float(), weights.head.float(), 0)
-    training = [record for shard in sorted((args.run / "features").glob("training_*")) for record in read_shard(shard)]
-    holdout = read_shard(args.run / "features" / "holdout.safetensors")
-    tokens = sum(record.num_tokens - record.prompt_length for record in training)
-    print(f"{len(training)} rollouts, {tokens} response tokens; {len(holdout)} rollouts held out")
+    text = read_text(args.run)
+    spec = TargetSpec.from_pretrained(text.model)
+    target = read_target_weights(text.model, 0, spec, "cpu")
+    target = TargetWeights(target.embedding.float(), target.head.float(), 0)
+    tokens = int(text.response_tokens(spec.vocab_size).sum())
+    print(f"{len(text.training)} rollouts, {tokens} response tokens; {len(text.held_out)} rollouts held out")
     print(f"| drafter | seed | updates | {' | '.join(f'drawn, k = {k}' for k in LENGTHS)} | likeliest, k = 3 |")
     print("|---|--:|--:|" + "--:|" * (len(LENGTHS) + 1))
     for seed, name in itertools.product(args.seeds, args.arms):
         drafter = build_drafter(ARMS[name], spec, seed)
-        updates = train(drafter, training, target, seed, args.cpu_seconds, args.anchors)
-        lengths = [length(drafter, holdout, target, DRAWN, k) for k in LENGTHS]
+        updates = train(drafter, text, target, seed, args.cpu_seconds, args.anchors)
+        lengths = [length(drafter, text.held_out, target, DRAWN, k) for k in LENGTHS]
         cells = [
-            f"{value:.3f}" if value else "" for value in (*lengths, length(drafter, holdout, target, LIKELIEST, 3))
+            f"{value:.3f}" if value else ""
+            for value in (*lengths, length(drafter, text.held_out, target, LIKELIEST, 3))
         ]
         print(f"| {name} | {seed} | {updates} | {' | '.join(cells)} |", flush=True)
     return 0
 
 
 def train(
-    drafter: Drafter,
-    records: Sequence[FeatureRecord],
-    target: TargetWeights,
-    seed: int,
-    cpu_seconds: float,
-    anchors: float,
+    drafter: Drafter, text: StoredText, target: TargetWeights, seed: int, cpu_seconds: float, anchors: float
 ) -> int:
     """Train until the processor time is spent, over which the learning rate follows a cosine. Returns the updates."""
     generator, shuffled, updates = torch.Generator().manual_seed(seed), random.Random(seed), 0
     started, spent = time.process_time(), 0.0
-    drafter.choose_vocabulary(response_tokens(records, len(target.head)), target)
+    drafter.choose_vocabulary(text.response_tokens(len(target.head)), target)
     optimizer = torch.optim.AdamW(
         drafter.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     rate = LambdaLR(optimizer, lambda _: _rate(spent / cpu_seconds))
     while True:
-        order = list(records)
+        order = list(text.training)
         shuffled.shuffle(order)
         for batch, _ in batches_of(order, BATCH_TOKENS):
             if updates == 0:

@@ -1,15 +1,14 @@
 """What weight verification positions of starts that are never served should have in the drafter's objective.
 
     cotrain init configs/quickstart.toml name=starts init.tokens=10000 init.epochs=1
-    python benchmarks/start_weights.py runs/starts [--seeds 0 1] [--epochs 3]
+    python -m benchmarks.start_weights runs/starts [--seeds 0 1] [--epochs 3]
 
-A verification step begins with a generated token. Starts before it can be trained on too. Each arm trains a drafter from
-the features that the run has cached, with the same first weights and the same order of batches for a seed, and prints
-its expected acceptance length on the held-out rollouts as a Markdown row.
+A verification step begins with a generated token. Starts before it can be trained on too. Each arm trains a drafter on
+the text of the run, with the same first weights and the same order of batches for a seed, and prints its expected acceptance
+length on the held-out rollouts as a Markdown row.
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,15 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import drafters.losses
-from cotrain.config.load import parse_config
-from cotrain.models.loading import resolve_model
+from benchmarks.stored_text import StoredText, read_text
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.target import read_target_weights
-from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import Alignment, DraftBatch, generated_before
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
@@ -63,7 +59,7 @@ def arm_of(name: str) -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder of a `cotrain init` with cached features")
+    parser.add_argument("run", type=Path, help="run folder of a `cotrain init`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default 0 1")
     parser.add_argument("--epochs", type=int, default=3, help="default %(default)s")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
@@ -72,26 +68,25 @@ def main() -> int:
         "| starts that are never served | seed | all | short answers | others | accepted at position 1, 2, 3 | their weight |"
     )
     print("|---|---|---|---|---|---|---|")
+    text = read_text(args.run)
     for seed in args.seeds:
         for arm in args.arms:
-            print(row(args.run, arm, seed, args.epochs), flush=True)
+            print(row(text, arm, seed, args.epochs), flush=True)
     return 0
 
 
-def row(run: Path, arm: str, seed: int, epochs: int) -> str:
+def row(text: StoredText, arm: str, seed: int, epochs: int) -> str:
     """Train one arm and judge it."""
-    config = parse_config(json.loads((run / "config.json").read_text()))
+    config, model = text.config, text.model
     assert config.drafter is not None
-    model = resolve_model(config.policy.model)
     spec = TargetSpec.from_pretrained(model)
     target = read_target_weights(model, 0, spec, "cpu")
     rollout = config.rollout
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-    training = [record for shard in sorted((run / "features").glob("training_*")) for record in read_shard(shard)]
-    holdout = read_shard(run / "features" / "holdout.safetensors")
+    training, holdout = text.training, text.held_out
 
     drafter = build_drafter(config.drafter.model, spec, seed)
-    drafter.choose_vocabulary(response_tokens(training, spec.vocab_size), target)
+    drafter.choose_vocabulary(text.response_tokens(spec.vocab_size), target)
     optimizer, _ = build_optimizer(drafter.parameters(), config.drafter.optimizer, total_steps=1)
     shuffled = random.Random(seed)
     with arm_of(arm):
@@ -134,14 +129,6 @@ def unserved_share(
             of_unserved[k] += weight[unserved].sum()
             of_all[k] += weight.sum()
     return (of_unserved / of_all).tolist()
-
-
-def response_tokens(records: Sequence[FeatureRecord], vocab_size: int) -> Tensor:
-    """Count of each token [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for record in records:
-        counts += torch.bincount(record.token_ids[record.prompt_length :], minlength=vocab_size)
-    return counts
 
 
 def length_of(steps: np.ndarray, accepted: np.ndarray, rows: np.ndarray) -> float:
