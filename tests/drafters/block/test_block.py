@@ -152,6 +152,46 @@ def test_a_published_checkpoint_is_read_as_its_makers_mean_it(tmp_path, target_w
     assert load_drafter(tmp_path / "again", TARGET).shape == drafter.shape
 
 
+FIELDS_OF_MAKERS = {
+    "as most": {"block_size": 16, "rope_theta": 1000000, "rope_scaling": None, "use_sliding_window": False},
+    "eight layers, tied": {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 8, "max_window_layers": 8},
+    "mask is the end of text": {"dflash_config": {"mask_token_id": 2}, "eos_token_id": 2},
+    "target layers that are not evenly spaced": {"dflash_config": {"target_layer_ids": [1, 3, 6]}},
+    "yarn": {
+        "rope_parameters": {
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 1e4,
+            "rope_type": "yarn",
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS_OF_MAKERS.values(), ids=FIELDS_OF_MAKERS)
+def test_fields_that_makers_of_checkpoints_write_are_read(fields, tmp_path):
+    """Those of the configurations in SpecForge's folder; all of its DFlash drafters but that with sliding windows can be read."""
+    common = {
+        "num_target_layers": 8,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    }
+    published(tmp_path, **common | fields)
+    shape = load_drafter(tmp_path, TARGET).shape
+    assert shape.trained_depth == fields.get("block_size", 5) - 1
+    assert shape.mask_token_id == fields.get("dflash_config", {}).get("mask_token_id", 39)
+    ids = fields.get("dflash_config", {}).get("target_layer_ids", [1, 3, 4])
+    assert shape.aux_layers == tuple(layer + 1 for layer in ids)
+    assert shape.sizes.rope_parameters["rope_type"] == fields.get("rope_parameters", {}).get("rope_type", "default")
+
+
+def test_a_dspark_checkpoint_is_refused_by_name(tmp_path):
+    published(tmp_path, architectures=["DSparkDraftModel"])
+    with pytest.raises(ValueError, match="holds DSparkDraftModel, not a drafter that can be trained"):
+        load_drafter(tmp_path, TARGET)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
