@@ -29,7 +29,7 @@ from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task
 from cotrain.tasks.prompts import apply_template, load_tokenizer
 from drafters.base import Drafter, TargetSpec
-from drafters.build import load_drafter
+from drafters.build import kind_of, load_drafter
 from pipelines.plan import BYTES, GIB
 
 TaskConfig = ReasoningGymTask | DatasetTask
@@ -135,7 +135,7 @@ def prepare_engine(
 
         try:
             folder = drafter_folder(args.uri, args.drafter, model, pulled)
-            drafter = load_drafter(folder, target, config.num_positions, depth_if_unstated=depth)
+            drafter = load_drafter(folder, target, config.positions(kind_of(folder)), depth_if_unstated=depth)
         except ValueError as error:
             raise ValueError(f"--drafter: {error}") from error
         if problems := depth_problems("--k", depth, drafter.shape.trained_depth):

@@ -219,10 +219,11 @@ def _check_model(config: RunConfig, model: Path) -> Iterator[str]:
     """Prompt, response and draft tokens fit the model's positions, and vLLM can serve it here."""
     longest, rollout = text_fields(read_config(model)).get("max_position_embeddings"), config.rollout
     yield from serving_problems(model, engine_device() == "cpu", rollout.dtype, "rollout.dtype", rollout.vllm)
-    if longest is not None and rollout.num_positions > longest:
+    positions = rollout.positions(config.drafter.model.type if config.drafter else None)
+    if longest is not None and positions > longest:
         yield (
             f"rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = {rollout.max_model_len}, with "
-            f"num_speculative_tokens + 1 = {rollout.num_speculative_tokens + 1} spare positions, is above the "
+            f"{positions - rollout.max_model_len} spare positions for num_speculative_tokens, is above the "
             f"{longest} of {config.policy.model}; lower one of them"
         )
 
@@ -271,6 +272,7 @@ def _check_drafter_init(config: RunConfig, drafter: DrafterConfig, model: Path) 
         folder = first_drafter(tracking_uri(config), drafter.init, model, Path(scratch) / "drafter")
         try:
             if folder is not None:
-                load_drafter(folder, TargetSpec.from_pretrained(model), config.rollout.num_positions, drafter.model)
+                positions = config.rollout.positions(drafter.model.type)
+                load_drafter(folder, TargetSpec.from_pretrained(model), positions, drafter.model)
         except ValueError as error:
             raise ValueError(f"{'drafter.init' if drafter.init else 'policy.model'}: {error}") from error

@@ -160,10 +160,9 @@ class RolloutConfig(Section):
         """Longest prompt plus longest response, in tokens."""
         return self.max_prompt_tokens + self.max_new_tokens
 
-    @property
-    def num_positions(self) -> int:
-        """Positions that an engine needs: a rollout of full length, the draft tokens after it, and two that vLLM keeps free."""
-        return self.max_model_len + self.num_speculative_tokens + 2
+    def positions(self, drafter: str | None) -> int:
+        """Positions that an engine needs: a rollout of full length and the draft tokens after it. drafter: its type, if any."""
+        return self.max_model_len + self.num_speculative_tokens + 1 + (drafter == "dflash")
 
     @property
     def max_num_seqs(self) -> int:

@@ -60,9 +60,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "model": spec.model_path,
         "dtype": rollout.dtype,
         "seed": spec.seed,
-        # k + 2 spare positions: vLLM stops drafting for the whole batch when one request comes this close to the end, with a block
-        # drafter; with others k + 1.
-        "max_model_len": rollout.num_positions,
+        # With spare positions: vLLM stops drafting for the whole batch when one request comes as close to the end as drafts are long.
+        "max_model_len": rollout.positions(None if spec.serving is None else spec.serving.method),
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,
         "worker_extension_cls": f"{PACKAGE}.worker_extension.CotrainWorker",

@@ -5,13 +5,14 @@ A policy is accepted when vLLM serves it and transformers trains it. Those refus
 
 import ast
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from drafters.config import DrafterModelConfig
-from drafters.files import text_fields
+from drafters.files import text_fields, unused_token_id
 
 REGISTRY, TABLES = "vllm.model_executor.models.registry", ("TEXT_GENERATION", "MULTIMODAL", "TRANSFORMERS_SUPPORTED")
 AUTO, TRAINED = "transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -83,7 +84,10 @@ def drafter_problems(config: Mapping[str, Any], folder: Path, drafter: DrafterMo
 
     if reason := drafting_refusal(config, drafter.type, on_cpu):
         return [f"drafter.model.type: {reason}; `cotrain models {folder}` says what can draft"]
-    return shape_problems(drafter, TargetSpec.from_config(dict(config), folder))
+    target = TargetSpec.from_config(dict(config), folder)
+    knows_tokens = (folder / "tokenizer.json").is_file()  # a policy that is only looked at may have none here
+    unused = unused_token_id(folder, target.vocab_size) if knows_tokens else target.vocab_size - 1
+    return shape_problems(drafter, replace(target, unused_token_id=unused))
 
 
 def has_gated_delta_net(config: Mapping[str, Any]) -> bool:

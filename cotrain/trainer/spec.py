@@ -38,7 +38,7 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         drafter=drafter,
         serving_dtype=rollout.dtype,
         num_speculative_tokens=rollout.num_speculative_tokens,
-        num_positions=rollout.num_positions,
+        num_positions=rollout.positions(drafter.model.type),
         total_updates=config.steps // drafter.train_every * drafter.updates_per_step,
         seed=config.seed,
         max_buffer_bytes=(drafter.buffer.max_age + 1) * rollout.num_engines * rollout.features.max_bytes,

@@ -59,7 +59,7 @@ def test_an_engine_has_room_for_every_prompt_and_keeps_the_runs_arguments(setup:
     assert len(setup.prompts) == 5
     assert (rollout.max_prompt_tokens, rollout.max_new_tokens) == (longest + 3, 20)
     assert rollout.vllm["block_size"] == 32 and rollout.vllm["max_num_seqs"] == 16
-    assert rollout.vllm["max_num_batched_tokens"] >= 16 * rollout.num_positions
+    assert rollout.vllm["max_num_batched_tokens"] >= 16 * rollout.positions("eagle3")
 
 
 def test_an_engine_serves_the_drafter_and_stops_whatever_happens(

@@ -36,14 +36,17 @@ def test_the_classes_and_all_drafters_of_a_plain_family_are_named(said) -> None:
         "is of family qwen3: transformers trains it as Qwen3ForCausalLM, and vLLM serves it as Qwen3ForCausalLM.\n"
         in text
     )
-    assert "\nDrafters that can be trained for it: eagle3, mtp, draft_model. A history (rollout.history)" in text
+    assert (
+        "\nDrafters that can be trained for it: eagle3, dflash, mtp, draft_model. A history (rollout.history)" in text
+    )
     assert "at most 2,048 positions" in text and "Not " not in text
 
 
 def test_what_cannot_draft_is_said_with_its_reason(said) -> None:
     status, text = said("exaone4")
     assert status == 0 and "can be trained for it: none." in text
-    assert "\nNot eagle3: vLLM's class for Exaone4ForCausalLM gives no hidden states to an EAGLE-3 drafter.\n" in text
+    for kind in ("eagle3", "dflash"):
+        assert f"\nNot {kind}: vLLM's class for Exaone4ForCausalLM gives no hidden states to a drafter.\n" in text
     assert "\nNot mtp: there is no checkpoint format of MTP heads for a target of model_type exaone4" in text
     assert "drafter.model.type" not in text and "use type" not in text
 

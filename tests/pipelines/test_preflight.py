@@ -87,7 +87,7 @@ def test_all_problems_come_together(build, tmp_path: Path) -> None:
     assert found[0].startswith("name: run 'first' is already in")
     assert "chain_sun" in found[1]
     assert found[2].startswith(
-        "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253, with num_speculative_tokens"
+        "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 253, with 4 spare positions"
     )
     assert found[3].startswith("drafter.model.draft_vocab_size: 65 is above the target's vocabulary of 64 tokens")
 
@@ -191,7 +191,7 @@ def test_a_drafter_that_the_policys_class_in_vllm_cannot_serve_is_refused(build,
     write_model(tmp_path / "glm", architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe")
     [line] = problems(build(f"policy.model={tmp_path / 'glm'}"))
     assert line == (
-        "drafter.model.type: vLLM's class for Glm4MoeForCausalLM gives no hidden states to an EAGLE-3 drafter; "
+        "drafter.model.type: vLLM's class for Glm4MoeForCausalLM gives no hidden states to a drafter; "
         f"`cotrain models {tmp_path / 'glm'}` says what can draft"
     )
     check_run(build(f"policy.model={tmp_path / 'glm'}", "drafter=none"))

@@ -169,11 +169,11 @@ def test_each_batch_is_taught_by_its_own_sampling(new_trainer, target, shard_of,
     of_tokens = {tuple(record.token_ids.tolist()): record.sampling for record in mixed}
     seen = []
 
-    def loss(drafter, rows, weights, sampling):
+    def loss(drafter, rows, weights, sampling, *rest):
         for document in range(int(rows.document_ids[-1]) + 1):
             assert of_tokens[tuple(rows.token_ids[rows.document_ids == document].tolist())] == sampling
         seen.append(sampling)
-        return drafter_loss(drafter, rows, weights, sampling)
+        return drafter_loss(drafter, rows, weights, sampling, *rest)
 
     monkeypatch.setattr("cotrain.trainer.trainer.drafter_loss", loss)
     scores, _ = trainer.take_in([shard_of(mixed[i::2], name=f"shard_{i}") for i in range(2)], 0, [0])
