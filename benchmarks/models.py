@@ -66,7 +66,8 @@ def in_own_process(name: str, only_first: bool = False) -> dict[str, Any]:
     """Check one family in a process of its own, because vLLM's backend for transformers changes their classes."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "benchmarks.models", name, "--row", file.name] + ["--only-first"] * only_first
-        environment = os.environ | threads.engine_environment(threads.num_cores())
+        # The engine core is forked from that process, and would wait for OpenMP threads that the process has started.
+        environment = os.environ | threads.engine_environment(threads.num_cores()) | {"OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
