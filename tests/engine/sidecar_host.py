@@ -11,11 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 from unittest.mock import patch
+
+import psutil
 
 MODEL_LEN = 256
 REPORT_SECONDS = 0.1
@@ -152,6 +154,10 @@ def running_host(
             process.stdin.close()
             assert process.wait(60) == 0
     finally:
+        # Where a test fails, the engine's processes would outlive the host, and slow all tests that follow.
+        with suppress(psutil.NoSuchProcess):
+            for started in psutil.Process(process.pid).children(recursive=True):
+                started.kill()
         process.kill()
         process.wait()
 

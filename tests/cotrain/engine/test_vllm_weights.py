@@ -204,7 +204,8 @@ def test_a_convolution_is_compared_in_every_copy_that_is_served(serve):
 def test_the_matrices_that_latent_attention_derives_are_compared(serve, name):
     served = serve("deepseek-v3, with latent attention", "float32")
     attention = next(module for module in served.model.modules() if hasattr(module, name))
-    copy = getattr(attention, name).clone()  # in this format vLLM has views of the weight
+    # Here vLLM's are views of the weight.
+    copy = nn.Parameter(getattr(attention, name).detach().clone(), requires_grad=False)
     setattr(attention, name, copy)
     assert vllm_weights.differing_tensors(served.model, served.state) == []
     copy[0, 1, 2] += 1
