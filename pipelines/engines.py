@@ -177,6 +177,8 @@ def rollout_config(args: argparse.Namespace, model: Path, longest: int, batch: i
 async def one_engine(setup: EngineSetup, seed: int, num_threads: int) -> AsyncIterator[RolloutEngine]:
     """A started engine with its drafter, if there is one; its spec.scratch is a folder in shared memory."""
     os.environ.update(threads.engine_environment(num_threads, setup.rollout.tensor_parallel_size))
+    # vLLM forks by default on a GPU. A core forked from a process with OpenMP threads, in which torch has worked, can hang.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     others = descendants()
     with scratch_folder("engine") as scratch, environment(temporary_files(scratch)):
         spec = EngineSpec(

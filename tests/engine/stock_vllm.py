@@ -1,7 +1,7 @@
-"""A model folder in stock vLLM: python stock_vllm.py MODEL DTYPE SPECULATION, the JSON of vLLM's --speculative-config. Nothing of cotrain is in it, but what imports Qwen3.5 without
-torchvision.
+"""A model folder in stock vLLM: python stock_vllm.py MODEL DTYPE SPECULATION, the JSON of vLLM's --speculative-config.
 
-The first line that is JSON is what it generates without speculation, the second with it.
+Nothing of cotrain is in it, but what imports Qwen3.5 without torchvision. The first line that is JSON is what it generates without
+speculation, the second with it.
 """
 
 import json
