@@ -133,6 +133,13 @@ class Drafter(nn.Module, ABC):
         Returns the states that the head reads, one tensor [S, H] for each of K positions, and the head [V_draft, H].
         """
 
+    def own_loss(self, states: Sequence[Tensor], accepted: Tensor) -> Tensor | None:
+        """Return the loss of what a drafter learns beside its drafts, from what `drafts` returned; by default None.
+
+        accepted [K, S]: acceptance probability of each draft token, NaN where it is not supervised.
+        """
+        return None
+
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
         """Choose the draft vocabulary from token counts [V], and copy the weights that start as the target's.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from drafters.base import Drafter, TargetSpec
+from drafters.block.dspark import DSparkDrafter
 from drafters.block.model import DFlashDrafter
 from drafters.config import DrafterModelConfig
 from drafters.draft_model.model import FAMILIES, DraftModel
@@ -19,6 +20,7 @@ from drafters.mtp.native import stitch as stitch
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3Drafter,
     "dflash": DFlashDrafter,
+    "dspark": DSparkDrafter,
     "mtp": MtpDrafter,
     "draft_model": DraftModel,
 }
@@ -26,6 +28,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
 ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
     "DFlashDraftModel": "dflash",
+    **dict.fromkeys(("Qwen3DSparkModel", "DSparkDraftModel"), "dspark"),
     **{known.architecture: "mtp" for known in FORMATS.values()},
     **dict.fromkeys(FAMILIES.values(), "draft_model"),
 }

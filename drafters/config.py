@@ -58,6 +58,16 @@ class DFlashConfig(ModelSection):
     no token, or a special token that neither the tokenizer's settings nor its chat template name."""
 
 
+class DSparkConfig(DFlashConfig):
+    """DSpark: DFlash with a head of low rank through which a draft token knows the one before it, and an estimate of its acceptance.
+    Only vLLM's model runner V2 serves it."""
+
+    type: Literal["dspark"]  # type: ignore[assignment]
+    """Kind of drafter."""
+    markov_rank: PositiveInt = 64
+    """Rank of the bias that the token before gives the logits of a draft token."""
+
+
 class MtpConfig(ModelSection):
     """MTP: one decoder layer over the target's final hidden state; embedding and head are always the target's.
     It starts as the policy's own MTP head if the policy's checkpoint has one, and from random weights otherwise."""
@@ -92,4 +102,9 @@ NATIVE_HEAD_ARCHITECTURES = {
 }
 """Policies whose checkpoint may hold an MTP head: the architecture in its config.json, and that without the head."""
 
-DrafterModelConfig = Annotated[Eagle3Config | DFlashConfig | MtpConfig | DraftModelConfig, Field(discriminator="type")]
+BLOCK_DRAFTERS = ("dflash", "dspark")
+"""Types that propose a whole block in one pass."""
+
+DrafterModelConfig = Annotated[
+    Eagle3Config | DFlashConfig | DSparkConfig | MtpConfig | DraftModelConfig, Field(discriminator="type")
+]

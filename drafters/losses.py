@@ -124,8 +124,9 @@ def drafter_loss(
         alignment = alignment.sampled(anchors, generator)
     hidden, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
-    loss, per_position, _ = draft_loss(hidden, head, teacher, alignment)
-    return loss, per_position
+    loss, per_position, accepted = draft_loss(hidden, head, teacher, alignment)
+    own = drafter.own_loss(hidden, accepted[0])
+    return loss if own is None else loss + own, per_position
 
 
 @torch.no_grad()

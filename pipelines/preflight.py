@@ -127,7 +127,7 @@ def find_problems(
         )
     if not train and drafter is None:
         problems.append(
-            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "dflash", "mtp" or "draft_model"'
+            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "dflash", "dspark", "mtp" or "draft_model"'
         )
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))
@@ -171,7 +171,9 @@ def _check_vllm(config: RunConfig) -> Iterator[str]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ValueError("vLLM is not installed; run `make setup`")
-    problems = [*model_runner_problems(os.environ, engine_device() == "cpu", config.rollout.history is not None)]
+    kind = config.drafter.model.type if config.drafter is not None else None
+    has_history = config.rollout.history is not None
+    problems = [*model_runner_problems(os.environ, engine_device() == "cpu", has_history, kind)]
     for name, message in [*problems, *(environment_problems(os.environ) if config.speculates else ())]:
         yield f"{name}: {message}"
     # The fields of its argument classes are read from the source, because importing it takes 5 s.

@@ -53,9 +53,18 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
             yield name, f"{value!r} {REFUSED[name].replace('leave it out', 'unset it')}"
 
 
-def model_runner_problems(environment: Mapping[str, str], on_cpu: bool, has_history: bool) -> Iterator[tuple[str, str]]:
-    """Yield (MODEL_RUNNER, value with reason and fix) if an environment asks for model runner V2 where an engine needs V1."""
+def model_runner_problems(
+    environment: Mapping[str, str], on_cpu: bool, has_history: bool, drafter: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, value with reason and fix) if an engine would not get the model runner that it needs. drafter: its type, if any."""
     value = environment.get(MODEL_RUNNER, "0")
+    if drafter == "dspark" and has_history:
+        yield (
+            "rollout.history",
+            'only V1 drafts from one, and only V2 with drafter.model.type = "dspark"; leave one out',
+        )
+    elif drafter == "dspark" and environment.get(MODEL_RUNNER) == "0":
+        yield MODEL_RUNNER, "'0': only V2 drafts with drafter.model.type = \"dspark\"; unset it, or take another type"
     if value != "0" and has_history:
         yield MODEL_RUNNER, f"{value!r}: only V1 drafts from a history; unset it, or leave out rollout.history"
     if value != "0" and on_cpu and "TRITON_INTERPRET" not in environment:

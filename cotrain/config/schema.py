@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from drafters.config import DrafterModelConfig, Section
+from drafters.config import BLOCK_DRAFTERS, DrafterModelConfig, Section
 
 MIN_ROLLOUTS = 16
 """Fewest rollouts of a step that the gate needs. With fewer, a few long responses bias the ratios of their sums."""
@@ -162,7 +162,7 @@ class RolloutConfig(Section):
 
     def positions(self, drafter: str | None) -> int:
         """Positions that an engine needs: a rollout of full length and the draft tokens after it. drafter: its type, if any."""
-        return self.max_model_len + self.num_speculative_tokens + 1 + (drafter == "dflash")
+        return self.max_model_len + self.num_speculative_tokens + 1 + (drafter in BLOCK_DRAFTERS)
 
     @property
     def max_num_seqs(self) -> int:

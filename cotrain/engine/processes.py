@@ -115,8 +115,9 @@ def model_runner(spec: EngineSpec) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     on_cpu, has_history = current_platform.is_cpu(), spec.rollout.history is not None
-    for name, reason in model_runner_problems(os.environ, on_cpu, has_history):
-        raise ValueError(f"environment variable {name}: {reason}")
+    drafter = None if spec.serving is None else spec.serving.method
+    for name, reason in model_runner_problems(os.environ, on_cpu, has_history, drafter):
+        raise ValueError(f"{name}: {reason}")
     return {MODEL_RUNNER: "0"} if (on_cpu or has_history) and MODEL_RUNNER not in os.environ else {}
 
 

@@ -10,12 +10,13 @@ from vllm.v1.engine.core import EngineCore
 from cotrain.engine.interface import attach
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.process.children import follow_parent
+from drafters.config import BLOCK_DRAFTERS
 
 
 def draft_lengths_of(scheduler: Any) -> DraftLengths:
     """Return the choice of draft lengths for one of vLLM's schedulers."""
     speculation, by_length = scheduler.vllm_config.speculative_config, False
-    if speculation is not None and speculation.method == "dflash":
+    if speculation is not None and speculation.method in BLOCK_DRAFTERS:
         config = speculation.draft_model_config.hf_config
         causal = getattr(config, "is_causal", None)
         by_length = not ((getattr(config, "dflash_config", None) or {}).get("causal") if causal is None else causal)

@@ -4,6 +4,7 @@ A policy is accepted when vLLM serves it and transformers trains it. Those refus
 """
 
 import ast
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -11,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drafters.config import DrafterModelConfig
+from drafters.config import BLOCK_DRAFTERS, DrafterModelConfig
 from drafters.files import text_fields, unused_token_id
 
 REGISTRY, TABLES = "vllm.model_executor.models.registry", ("TEXT_GENERATION", "MULTIMODAL", "TRANSFORMERS_SUPPORTED")
@@ -70,8 +71,10 @@ def refusal(config: Mapping[str, Any]) -> str | None:
 def drafting_refusal(config: Mapping[str, Any], kind: str, on_cpu: bool) -> str | None:
     """Say why vLLM cannot serve a drafter of this kind beside the policy of a config.json; None when it can."""
     architecture = architecture_of(config)
-    if kind in ("eagle3", "dflash") and "SupportsEagle3" not in interfaces(architecture):
+    if kind in ("eagle3", *BLOCK_DRAFTERS) and "SupportsEagle3" not in interfaces(architecture):
         return f"vLLM's class for {architecture} gives no hidden states to a drafter"
+    if kind == "dspark" and on_cpu and "TRITON_INTERPRET" not in os.environ:
+        return "only vLLM's model runner V2 drafts with it, for which the CPU build has no Triton"
     if on_cpu and kind != "mtp" and text_fields(config).get("kv_lora_rank"):
         return "vLLM's CPU build has no common block size for latent attention (MLA) and a drafter with plain attention"
     return None

@@ -41,6 +41,9 @@ IN_DFLASH_CONFIG: dict[str, object] = {"use_swa": False, "attention_sink_bias": 
 UNUSED = ("t2d", "embed_tokens.weight")
 """Tensors of a checkpoint that are not read: the target's embedding is used, at the newest policy version."""
 
+LAYER_IDS, MASK_IDS = ("target_layer_ids", "dspark_target_layer_ids"), ("mask_token_id", "dspark_noise_token_id")
+"""Names of the fields with the layers that are read, numbered from 0, and with the mask token."""
+
 SMALLEST_SPREAD = 1e-3
 """Columns that are nearly zero are left so."""
 
@@ -123,14 +126,14 @@ class DFlashDrafter(Drafter):
             raise ValueError(f"{folder}/config.json does not say how many draft positions were trained; {fix}")
         own = config.get("dflash_config") or {}
         tensors = {name: tensor for name, tensor in read_tensors(folder).items() if name not in UNUSED}
-        layers = config.get(AUX_LAYERS) or [layer + 1 for layer in own.get("target_layer_ids") or ()] or None
+        layers = config.get(AUX_LAYERS) or [layer + 1 for layer in _stated(config, LAYER_IDS) or ()] or None
         causal = config.get("is_causal")
         shape = DFlashShape(
             sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=None),
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
             aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
-            mask_token_id=own["mask_token_id"] if "mask_token_id" in own else config["mask_token_id"],
+            mask_token_id=_stated(config, MASK_IDS),
             causal=bool(own.get("causal", False) if causal is None else causal),
             has_head="lm_head.weight" in tensors,
         )
@@ -167,10 +170,16 @@ class DFlashDrafter(Drafter):
     def drafts_follow_length(self) -> bool:
         return not self.shape.causal
 
+    @property
+    def first_row(self) -> int:
+        """Return the row of a block that proposes the first draft token."""
+        return 1
+
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
-        depth, rows, dtype = len(alignment.supervised), alignment.context_rows, self.fc.weight.dtype
+        first, depth = self.first_row, len(alignment.supervised)
+        rows, dtype = alignment.context_rows, self.fc.weight.dtype
         context = self.hidden_norm(self.fc(batch.aux_hidden[rows].to(dtype) / self.spread))
-        ids = torch.full((len(alignment.start_rows), 1 + depth), self.shape.mask_token_id, device=rows.device)
+        ids = torch.full((len(alignment.start_rows), first + depth), self.shape.mask_token_id, device=rows.device)
         ids[:, 0] = batch.token_ids[alignment.input_rows(0)]
         hidden = target.embedding.detach()[ids].to(dtype)  # [S, B, H]
         for layer in [cast(BlockLayer, layer) for layer in self.layers]:
@@ -178,7 +187,7 @@ class DFlashDrafter(Drafter):
             (hidden,) = in_chunks(self._read_blocks, hidden, [], layer, batch, alignment, own)
         hidden = self.norm(hidden)
         head = self.lm_head.weight if self.shape.has_head else target.head
-        return [hidden[:, position] for position in range(1, 1 + depth)], head
+        return [hidden[:, row] for row in range(first, first + depth)], head
 
     def _read_blocks(
         self, layer: BlockLayer, batch: DraftBatch, alignment: Alignment, context: tuple[Tensor, Tensor], starts: slice,
@@ -245,6 +254,12 @@ def _ones(shape: DFlashShape) -> Tensor:
     return torch.ones(len(shape.aux_layers) * shape.sizes.hidden_size)
 
 
+def _stated(config: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first of these fields that dflash_config or, after it, the configuration itself has; None if none is there."""
+    own = config.get("dflash_config") or {}
+    return next((fields[name] for fields in (own, config) for name in names if fields.get(name) is not None), None)
+
+
 def _problems(config: dict[str, Any], sizes: TargetSpec, folder: Path) -> Iterator[str]:
     """Yield each reason why this drafter would not compute what an engine computes from the same checkpoint."""
     own = config.get("dflash_config") or {}
@@ -252,7 +267,7 @@ def _problems(config: dict[str, Any], sizes: TargetSpec, folder: Path) -> Iterat
         yield f"this is a DFlash variant with {field}, which is not supported"
     if "sliding_attention" in (config.get("layer_types") or ()):
         yield "layers with sliding attention need vLLM's model runner V2, which cotrain does not use"
-    if own.get("mask_token_id", config.get("mask_token_id")) is None:
+    if _stated(config, MASK_IDS) is None:
         yield "it has no mask_token_id"
     if (folder / "mask_embedding.pt").exists():
         yield "it has a mask_embedding.pt, which vLLM cannot replace in a running engine"

@@ -83,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
     own = parser.add_argument_group("without weights", "times of real sizes; no text of it means anything")
     text = "a config.json, the folder of one, or a model of the simulator such as qwen3-8b, in place of --model; --drafter is then"
-    own.add_argument("--synthetic", metavar="SHAPE", help=f"{text} eagle3 (default), dflash, mtp, draft_model or none")
+    own.add_argument(
+        "--synthetic", metavar="SHAPE", help=f"{text} eagle3 (default), dflash, dspark, mtp, draft_model or none"
+    )
     own.add_argument("--context", type=at_least(1), default=512, help="tokens of a prompt (default %(default)s)")
     text = "share of draft tokens that are accepted if those before them were (default %(default)s)"
     own.add_argument("--accept", type=float, default=0.7, help=text)

@@ -26,7 +26,7 @@ from cotrain.simulation.roofline import entries
 from cotrain.weights.payload import write_payload, write_tensors
 from drafters.base import Drafter, TargetSpec
 from drafters.build import DRAFTERS, build_drafter
-from drafters.config import DrafterModelConfig
+from drafters.config import BLOCK_DRAFTERS, DrafterModelConfig
 from drafters.files import CONFIG, WEIGHTS, read_object, write_json
 from pipelines.engines import EngineSetup, rollout_config
 from pipelines.plan import BYTES, GIB, policy_on_meta
@@ -65,11 +65,11 @@ def described(given: str) -> tuple[str, dict[str, Any]]:
 
 
 def random_drafter(kind: str, target: TargetSpec, depth: int, seed: int) -> Drafter:
-    """Build a drafter; EAGLE-3 and DFlash draft 32,000 tokens, as in the simulator. Raises ValueError where it does not fit the target."""
+    """Build a drafter; EAGLE-3 and block drafters draft 32,000 tokens, as in the simulator. Raises ValueError where it does not fit the target."""
     if kind not in DRAFTERS:
         raise ValueError(f"--drafter: {kind!r} is no kind with random weights; give {', '.join(DRAFTERS)} or none")
     fields: Table = {"type": kind, "trained_depth": depth}
-    fields |= {"draft_vocab_size": min(32_000, target.vocab_size)} if kind in ("eagle3", "dflash") else {}
+    fields |= {"draft_vocab_size": min(32_000, target.vocab_size)} if kind in ("eagle3", *BLOCK_DRAFTERS) else {}
     try:
         return build_drafter(TypeAdapter(DrafterModelConfig).validate_python(fields), target, seed)
     except ValueError as error:

@@ -21,10 +21,11 @@ from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
 from cotrain.sidecar.launch import CAUSES, run_host, start_trainer, stop_trainer
 from cotrain.transport.spool import VARIABLE, Verdict
+from drafters.config import BLOCK_DRAFTERS
 from pipelines.help import help_of
 from pipelines.plan import serve_command
 
-KINDS = ("eagle3", "dflash", "mtp", "draft_model")
+KINDS = ("eagle3", *BLOCK_DRAFTERS, "mtp", "draft_model")
 
 
 def run(arguments: Sequence[str]) -> int:

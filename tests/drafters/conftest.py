@@ -11,7 +11,7 @@ from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, Experts, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import DRAFTERS, build_drafter
-from drafters.config import DFlashConfig, DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import DFlashConfig, DrafterModelConfig, DraftModelConfig, DSparkConfig, Eagle3Config, MtpConfig
 from drafters.eagle3.model import FLAGS, Eagle3Drafter
 
 TARGET = TargetSpec(
@@ -37,17 +37,17 @@ class Kind:
 
     name: str
     target: TargetSpec
-    config: Eagle3Config | DFlashConfig | MtpConfig | DraftModelConfig
+    config: DrafterModelConfig
     other: tuple[tuple[str, object], ...]  # settings that are not those of `config`
     has_own_matrices: bool = False  # its embedding and head are not the target's
 
-    def configured(self, **changes) -> Eagle3Config | DFlashConfig | MtpConfig | DraftModelConfig:
+    def configured(self, **changes) -> DrafterModelConfig:
         """`config` with other settings."""
         return type(self.config)(**(self.config.model_dump() | changes))
 
     def make(self, seed: int = 0, **changes) -> Drafter:
         """A drafter in float64 whose every weight matters: norms and projections are far from their initial values."""
-        layout = {name: changes.pop(name) for name in (*FLAGS, "causal") if name in changes}
+        layout = {name: changes.pop(name) for name in (*FLAGS, "causal", "from_anchor") if name in changes}
         sizes = {name: changes.pop(name) for name in ("sliding_window", "attention_bias") if name in changes}
         shape = build_drafter(self.configured(**changes), self.target, seed).shape
         shape = dataclasses.replace(shape, sizes=dataclasses.replace(shape.sizes, **sizes), **layout)
@@ -73,6 +73,12 @@ DFLASH = Kind(
     target=TARGET,
     config=DFlashConfig(type="dflash", draft_vocab_size=20, aux_layers=(2, 4, 5), trained_depth=3),
     other=(("trained_depth", 5), ("draft_vocab_size", 40), ("num_layers", 3)),
+)
+DSPARK = Kind(
+    name="dspark",
+    target=TARGET,
+    config=DSparkConfig(type="dspark", draft_vocab_size=20, aux_layers=(2, 4, 5), trained_depth=3, markov_rank=5),
+    other=(("trained_depth", 5), ("draft_vocab_size", 40), ("num_layers", 3), ("markov_rank", 6)),
 )
 MIMO = Kind("mtp mimo", TARGET, MtpConfig(type="mtp"), (("trained_depth", 5),))
 QWEN3_NEXT = dataclasses.replace(
@@ -115,7 +121,7 @@ TIED_DRAFT_MODEL = dataclasses.replace(
     target=dataclasses.replace(TARGET, model_type="qwen3", tie_word_embeddings=True),
 )
 MTP_KINDS = (MIMO, QWEN3_NEXT, QWEN3_5, GLM)
-KINDS = (EAGLE3, DFLASH, *MTP_KINDS, DRAFT_MODEL, TIED_DRAFT_MODEL)
+KINDS = (EAGLE3, DFLASH, DSPARK, *MTP_KINDS, DRAFT_MODEL, TIED_DRAFT_MODEL)
 
 
 def kind_name(kind: Kind) -> str:

@@ -6,8 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from drafters.alignment import DraftBatch
+from drafters.base import TargetWeights
+from drafters.config import DSparkConfig
 from pipelines.simulate.run_base import recorded
+from tests.engine.conftest import AUX_LAYERS, DRAFT_VOCABULARY, distilled
 from tests.engine.interpreted_triton import INTERPRETED
 from tests.engine.runs import command, metrics_of
 
@@ -53,3 +58,30 @@ def test_a_run_generates_taps_trains_and_swaps(environment: dict[str, str], tmp_
     assert len(set(recorded(folder).engine_steps["k"])) > 1, "the engine chose among draft lengths"
     assert "prompts identical" in done.stdout and "DIFFERS" not in done.stdout
     assert re.search(r"lossless     verified on [\d,]+ sampled tokens, \d+ of them speculated", done.stdout)
+
+
+def test_a_run_of_dspark_serves_what_training_expects(
+    environment: dict[str, str],
+    tmp_path: Path,
+    sampled_text: DraftBatch,
+    target_weights: TargetWeights,
+    target_folder: Path,
+) -> None:
+    config = DSparkConfig(
+        type="dspark", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS, trained_depth=3, markov_rank=32
+    )
+    distilled(sampled_text, target_weights, target_folder, config).save(tmp_path / "first", torch.float32)
+    drafter = (
+        f"drafter.init={tmp_path / 'first'}", "drafter.model.type=dspark", "drafter.model.trained_depth=3", f"drafter.model.draft_vocab_size={DRAFT_VOCABULARY}",
+        "drafter.model.markov_rank=32", "rollout.speculation.adaptive=false", "rollout.prompts_per_step=12",
+    )  # fmt: skip
+    done = subprocess.run(
+        command(tmp_path, *RUN, *drafter), env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics_of(tmp_path, "v2")
+    assert [row["versions/drafter"] for row in rows] == [0, 1, 2]
+    assert "prompts identical" in done.stdout and "DIFFERS" not in done.stdout
+    for row in rows:
+        assert row["rollout/acceptance_length"] > 1.3
+        assert row["rollout/acceptance_length"] == pytest.approx(row["rollout/expected_acceptance_length"], rel=0.1)

@@ -102,6 +102,23 @@ def test_a_model_runner_that_cannot_do_what_a_run_needs_is_refused(
     assert all(reason.startswith(start) for (_, reason), start in zip(problems, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("environment", "has_history", "expected"),
+    [
+        ({}, False, []),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, False, []),
+        ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, False, ["VLLM_USE_V2_MODEL_RUNNER"]),
+        ({}, True, ["rollout.history"]),
+    ],
+)
+def test_dspark_is_drafted_with_by_model_runner_v2_alone(
+    environment: dict[str, str], has_history: bool, expected: list[str]
+) -> None:
+    found = [name for name, _ in guard.model_runner_problems(environment, False, has_history, "dspark")]
+    assert found == expected
+    assert not list(guard.model_runner_problems(environment, False, False, "dflash"))
+
+
 def test_the_guard_is_loaded_without_torch() -> None:
     code = "import sys, cotrain.config.lossless_guard; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

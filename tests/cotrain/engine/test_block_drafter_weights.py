@@ -10,11 +10,12 @@ from safetensors.torch import load_file
 from cotrain.engine import cpu, loading
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
-from drafters.config import DFlashConfig
+from drafters.config import DFlashConfig, DSparkConfig
 from tests.cotrain.engine.conftest import ARCHITECTURES, Served, moved
 from tests.cotrain.engine.test_vllm_weights import reload_as_vllm_does, with_one_wrong_element
 
 CONFIG = DFlashConfig(type="dflash", draft_vocab_size=100, aux_layers=(1, 2, 3), num_layers=2, mask_token_id=499)
+MORE = DSparkConfig(**CONFIG.model_dump() | {"type": "dspark"}, markov_rank=24)
 PATCHES = (cpu.copy_packed_projections, cpu.norm_context_keys)
 
 
@@ -29,20 +30,36 @@ def as_shipped(vllm_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def drafter(serve: Callable[..., Served], as_shipped: None, tmp_path: Path) -> Iterator[Served]:
-    """A block drafter, loaded by vLLM's own code."""
+def loaded(serve: Callable[..., Served], as_shipped: None, tmp_path: Path) -> Callable[[DFlashConfig], Served]:
+    """A block drafter, loaded by vLLM's own code. Its runner V1 refuses the configuration of DSpark, but not its model."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    ARCHITECTURES["llama"].save_pretrained(tmp_path)
-    made = build_drafter(CONFIG, TargetSpec.from_pretrained(tmp_path), seed=0)
-    made.d2t.copy_(torch.arange(0, 500, 5) - torch.arange(100))
-    made.save(tmp_path / "v0", torch.float32)
-    config = serve("llama", "float32", tmp_path / "v0", method="dflash").vllm_config
-    draft_config = config.speculative_config.draft_model_config
-    with set_current_vllm_config(config):
-        model = get_model(vllm_config=config, model_config=draft_config)
-        yield Served(model, draft_config, config, load_file(tmp_path / "v0" / "model.safetensors"))
+    def load(config: DFlashConfig) -> Served:
+        ARCHITECTURES["llama"].save_pretrained(tmp_path)
+        target, folder = TargetSpec.from_pretrained(tmp_path), tmp_path / "v0"
+        build_drafter(CONFIG, target, seed=0).save(folder, torch.float32)
+        vllm_config = serve("llama", "float32", folder, method="dflash").vllm_config
+        made = build_drafter(config, target, seed=0)
+        made.d2t.copy_(torch.arange(0, 500, 5) - torch.arange(100))
+        made.save(folder, torch.float32)
+        speculation = vllm_config.speculative_config
+        speculation.draft_model_config.hf_config.update(made.to_config(made.shape))
+        speculation.update_arch_()
+        with set_current_vllm_config(vllm_config):
+            model = get_model(vllm_config=vllm_config, model_config=speculation.draft_model_config)
+        return Served(model, speculation.draft_model_config, vllm_config, load_file(folder / "model.safetensors"))
+
+    return load
+
+
+@pytest.fixture
+def drafter(loaded: Callable[[DFlashConfig], Served]) -> Iterator[Served]:
+    from vllm.config import set_current_vllm_config
+
+    served = loaded(CONFIG)
+    with set_current_vllm_config(served.vllm_config):
+        yield served
 
 
 def project(served: Served) -> None:
@@ -88,3 +105,25 @@ def test_vllm_norms_the_keys_of_all_layers_by_the_first_and_the_correction_does_
     torch.testing.assert_close(model._normalize_context_k(keys), expected)  # the second layer's are not 3 times that
     cpu.apply(cpu.norm_context_keys)
     torch.testing.assert_close(model._normalize_context_k(keys), expected * torch.tensor([1.0, 3.0]).view(2, 1, 1, 1))
+
+
+def test_the_heads_of_dspark_are_served_as_they_are_trained(loaded: Callable[[DFlashConfig], Served]) -> None:
+    from vllm.config import set_current_vllm_config
+
+    for patch in PATCHES:
+        cpu.apply(patch)
+    served = loaded(MORE)
+    with set_current_vllm_config(served.vllm_config):
+        state = moved(served.state)
+        loading.reload_weights(served.model, served.model_config, state)
+        assert loading.differing_tensors(served.model, state) == []
+        assert {*loading.differing_tensors(served.model, with_one_wrong_element(state))} == {*state}
+        hidden, tokens = torch.randn(5, 128), torch.tensor([3, 499, 7, 0, 250])
+        before = served.model.markov_embed(tokens)
+        logits = served.model.compute_draft_logits(hidden) + served.model.markov_bias(before)
+        confidence = served.model.compute_confidence(hidden, before)
+    ours = torch.cat([hidden, state["markov_head.markov_w1.weight"][tokens]], -1)
+    head = torch.cat([state["lm_head.weight"], state["markov_head.markov_w2.weight"]], -1)
+    torch.testing.assert_close(logits, ours @ head.T, rtol=1e-4, atol=1e-5)
+    estimate = ours @ state["confidence_head.proj.weight"].T + state["confidence_head.proj.bias"]
+    torch.testing.assert_close(confidence, estimate.sigmoid().squeeze(-1), rtol=1e-4, atol=1e-5)

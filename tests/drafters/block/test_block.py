@@ -186,12 +186,6 @@ def test_fields_that_makers_of_checkpoints_write_are_read(fields, tmp_path):
     assert shape.sizes.rope_parameters["rope_type"] == fields.get("rope_parameters", {}).get("rope_type", "default")
 
 
-def test_a_dspark_checkpoint_is_refused_by_name(tmp_path):
-    published(tmp_path, architectures=["DSparkDraftModel"])
-    with pytest.raises(ValueError, match="holds DSparkDraftModel, not a drafter that can be trained"):
-        load_drafter(tmp_path, TARGET)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,0 +1,139 @@
+"""The DSpark drafter: DFlash's block, in which a draft token also knows the one before it.
+
+The maths are those of vLLM's qwen3_dspark.py, which only its model runner V2 serves. Draft token j has the logits
+head h_j + W2 W1[token before], a bias of low rank (the Markov head); in training the token before is the rollout's. The confidence
+head estimates from [h_j, W1[token before]] the probability that the draft token is accepted, with which vLLM's adaptive verification
+chooses how many to verify. It learns from the acceptances that the objective computes anyway, and no gradient of it gets further.
+
+In a checkpoint with `sample_from_anchor`, the row of the newest token proposes the first draft token, and mask j the one after its
+own position. A new drafter has DFlash's rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.alignment import Alignment, DraftBatch
+from drafters.base import ServingSpec, TargetSpec, TargetWeights
+from drafters.block.model import DFlashDrafter, DFlashShape
+from drafters.files import read_config
+from drafters.target import other_values
+
+CONFIDENCE = "confidence_head.proj.weight"
+
+SUPPORTED: dict[str, object] = {
+    "model_type": "qwen3",
+    "markov_head_type": "vanilla",
+    "dspark_draft_topk": None,
+}
+"""Fields that vLLM reads of a DSpark config.json beside DFlash's, with the only value that this drafter implements."""
+
+
+@dataclass(frozen=True)
+class DSparkShape(DFlashShape):
+    """Shape of a DSpark drafter. confidence: width of the confidence head's input, 0 without that head."""
+
+    markov_rank: int = 1
+    from_anchor: bool = False
+    confidence: int = 0
+
+
+class MarkovHead(nn.Module):
+    """Two matrices whose product is the bias of each draft token [V_draft] for each token before it [V]."""
+
+    def __init__(self, shape: DSparkShape) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(shape.sizes.vocab_size, shape.markov_rank)
+        self.markov_w2 = nn.Linear(shape.markov_rank, shape.draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """A logit for each state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DSparkDrafter(DFlashDrafter):
+    """DFlash with a Markov head and a confidence head."""
+
+    shape: DSparkShape
+
+    def __init__(self, shape: DSparkShape) -> None:
+        super().__init__(shape)
+        self.markov_head = MarkovHead(shape)
+        if shape.confidence:
+            self.confidence_head = ConfidenceHead(shape.confidence)
+
+    @staticmethod
+    def shape_of(config: Any, target: TargetSpec) -> DSparkShape:
+        block = vars(DFlashDrafter.shape_of(config, target))
+        rank = config.markov_rank
+        return DSparkShape(**block, markov_rank=rank, confidence=block["sizes"].hidden_size + rank)
+
+    @staticmethod
+    def read(
+        folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
+    ) -> tuple[DSparkShape, dict[str, Tensor]]:
+        block, tensors = DFlashDrafter.read(folder, target, depth_if_unstated)
+        config = read_config(folder)
+        if fields := other_values(config, SUPPORTED):
+            named = ", ".join(fields)
+            raise ValueError(f"{folder}/config.json: this is a DSpark variant with {named}, which is not supported")
+        if not config.get("markov_rank"):
+            raise ValueError(f"{folder}/config.json has no markov_rank, the number of columns of markov_head.markov_w1")
+        rank, confidence = config["markov_rank"], 0
+        if config.get("enable_confidence_head") and CONFIDENCE in tensors:
+            confidence = block.sizes.hidden_size + rank * bool(config.get("confidence_head_with_markov"))
+        if not confidence:  # vLLM leaves it out too
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
+        block = replace(block, trained_depth=config.get("block_size") or block.trained_depth)
+        from_anchor = config.get("sample_from_anchor", True)
+        return DSparkShape(**vars(block), markov_rank=rank, from_anchor=from_anchor, confidence=confidence), tensors
+
+    @staticmethod
+    def to_config(shape: Any) -> dict[str, object]:
+        return DFlashDrafter.to_config(shape) | {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": shape.trained_depth,
+            "markov_rank": shape.markov_rank,
+            "sample_from_anchor": shape.from_anchor,
+            "enable_confidence_head": shape.confidence > 0,
+            "confidence_head_with_markov": shape.confidence > shape.sizes.hidden_size,
+        }
+
+    @property
+    def serving(self) -> ServingSpec:
+        return ServingSpec("dspark", self.shape.aux_layers)
+
+    @property
+    def first_row(self) -> int:
+        return 0 if self.shape.from_anchor else 1
+
+    def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
+        hidden, head = super().drafts(batch, alignment, target)
+        w1, w2 = self.markov_head.markov_w1, self.markov_head.markov_w2.weight
+        before = [w1(batch.token_ids[alignment.input_rows(position)]) for position in range(len(hidden))]
+        states = [torch.cat(pair, -1) for pair in zip(hidden, before, strict=True)]
+        return states, torch.cat([head.to(w2.dtype), w2], -1)
+
+    def own_loss(self, states: Sequence[Tensor], accepted: Tensor) -> Tensor | None:
+        """Return the mean cross-entropy between estimated and actual acceptance; None without a confidence head."""
+        if not self.shape.confidence:
+            return None
+        known = accepted.isfinite()
+        read = torch.stack([state.detach()[:, : self.shape.confidence] for state in states])[known]
+        estimated = self.confidence_head.proj(read).squeeze(-1).to(accepted.dtype)
+        return F.binary_cross_entropy_with_logits(estimated, accepted[known])
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Begin as DFlash does, without a bias."""
+        super().initialise(generator)
+        self.markov_head.markov_w2.weight.zero_()
