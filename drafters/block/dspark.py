@@ -9,7 +9,7 @@ In a checkpoint with `sample_from_anchor`, the row of the newest token proposes 
 own position. A new drafter has DFlash's rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,8 @@ class DSparkDrafter(DFlashDrafter):
     ) -> tuple[DSparkShape, dict[str, Tensor]]:
         block, tensors = DFlashDrafter.read(folder, target, depth_if_unstated)
         config = read_config(folder)
-        if fields := other_values(config, SUPPORTED):
-            named = ", ".join(fields)
-            raise ValueError(f"{folder}/config.json: this is a DSpark variant with {named}, which is not supported")
-        if not config.get("markov_rank"):
-            raise ValueError(f"{folder}/config.json has no markov_rank, the number of columns of markov_head.markov_w1")
+        if problems := "; ".join(problems_of(config)):
+            raise ValueError(f"{folder}/config.json: {problems}")
         rank, confidence = config["markov_rank"], 0
         if config.get("enable_confidence_head") and CONFIDENCE in tensors:
             confidence = block.sizes.hidden_size + rank * bool(config.get("confidence_head_with_markov"))
@@ -137,3 +134,17 @@ class DSparkDrafter(DFlashDrafter):
         """Begin as DFlash does, without a bias."""
         super().initialise(generator)
         self.markov_head.markov_w2.weight.zero_()
+
+
+def problems_of(config: dict[str, Any]) -> Iterator[str]:
+    """Yield each reason, beside those of DFlash, why this drafter would not compute what an engine computes with this config.json."""
+    for field in other_values(config, SUPPORTED):
+        yield f"this is a DSpark variant with {field}, which is not supported"
+    if not config.get("markov_rank"):
+        nested = "markov_rank" in (config.get("dflash_config") or {})
+        fix = (
+            "vLLM does not read that of dflash_config: move it, and what else its heads need, out of there"
+            if nested
+            else ""
+        )
+        yield f"it has no markov_rank, the number of columns of markov_head.markov_w1{fix and '; ' + fix}"

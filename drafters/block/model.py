@@ -117,7 +117,7 @@ class DFlashDrafter(Drafter):
     ) -> tuple[DFlashShape, dict[str, Tensor]]:
         config = read_config(folder)
         sizes = TargetSpec.from_config(config, folder)
-        if problems := "; ".join(_problems(config, sizes, Path(folder))):
+        if problems := "; ".join(problems_of(config, sizes, Path(folder))):
             raise ValueError(f"{folder}/config.json: {problems}")
         sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
         depth = config.get("block_size", 0) - 1 if config.get("block_size") else depth_if_unstated
@@ -260,13 +260,13 @@ def _stated(config: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((fields[name] for fields in (own, config) for name in names if fields.get(name) is not None), None)
 
 
-def _problems(config: dict[str, Any], sizes: TargetSpec, folder: Path) -> Iterator[str]:
+def problems_of(config: dict[str, Any], sizes: TargetSpec, folder: Path) -> Iterator[str]:
     """Yield each reason why this drafter would not compute what an engine computes from the same checkpoint."""
     own = config.get("dflash_config") or {}
     for field in other_values(config, SUPPORTED) + other_values(own, IN_DFLASH_CONFIG):
         yield f"this is a DFlash variant with {field}, which is not supported"
     if "sliding_attention" in (config.get("layer_types") or ()):
-        yield "layers with sliding attention need vLLM's model runner V2, which cotrain does not use"
+        yield "it has layers with sliding attention, which cotrain does not train"
     if _stated(config, MASK_IDS) is None:
         yield "it has no mask_token_id"
     if (folder / "mask_embedding.pt").exists():

@@ -192,7 +192,7 @@ def test_fields_that_makers_of_checkpoints_write_are_read(fields, tmp_path):
         ({"dflash_config": {"use_swa": True}}, "use_swa = True"),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias"),
         ({"dflash_config": {"mask_token_id": None}}, "no mask_token_id"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding attention need vLLM's model runner V2"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "it has layers with sliding attention"),
         ({"is_neox_style": False}, "is_neox_style"),
         ({"hidden_size": 32}, "hidden_size is 32"),
     ],

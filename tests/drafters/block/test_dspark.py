@@ -88,6 +88,7 @@ def test_a_confidence_head_that_is_off_is_left_out(tmp_path):
     [
         ({"markov_head_type": "mixed"}, "markov_head_type = 'mixed'"),
         ({"markov_rank": None}, "no markov_rank"),
+        ({"markov_rank": None, "dflash_config": {"mask_token_id": 39, "markov_rank": 5}}, "move it, and what else"),
         ({"dspark_draft_topk": 32}, "dspark_draft_topk = 32"),
         ({"markov_rank": 6}, r"markov_w1.weight is \[40, 5\], expected \[40, 6\]"),
     ],
