@@ -2,10 +2,14 @@
 
     cotrain init configs/quickstart.toml name=trial init.tokens=100000 init.epochs=1 rollout.max_new_tokens=96 \\
         task.instruction="Explain each step, then give the answer."
-    python -m benchmarks.block_trial runs/trial [--seeds 0 1] [--cpu-seconds 240] [--anchors 0.25]
+    python -m benchmarks.block_trial runs/trial [--seeds 0 1] [--cpu-seconds 240 | --updates 100] [--anchors 0.25]
 
-Each arm trains until its processor time is spent, with the same order of batches for a seed, and prints a Markdown row: updates,
-and the acceptance length expected on held-out rollouts at temperature 1, for drawn drafts and for the likeliest.
+Each arm trains until its processor time or its updates are spent, with the same order of batches for a seed, and prints a Markdown
+row: objective, updates, processor seconds, and the acceptance length expected on held-out rollouts at temperature 1, for drawn drafts
+and for the likeliest.
+
+Objectives: `acceptance` is cotrain's own. `token` is the cross-entropy with the rollout's token, as in the DFlash paper and SpecForge,
+and `argmax` that with the target's likeliest token, as in vllm-project/speculators; both weigh position j by exp(-j / 4).
 """
 
 import argparse
@@ -15,7 +19,9 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,25 +32,26 @@ from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord
 from drafters.acceptance import rollout_acceptance
-from drafters.alignment import DraftBatch
+from drafters.alignment import DraftBatch, align
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import DFlashConfig, DrafterModelConfig, Eagle3Config
-from drafters.losses import acceptances, drafter_loss
+from drafters.config import DFlashConfig, DrafterModelConfig, DSparkConfig, Eagle3Config
+from drafters.losses import Teacher, acceptances, drafter_loss
 
-VOCABULARY, BATCH_TOKENS, LEARNING_RATE, WARMUP = 4096, 2048, 1e-3, 0.05
+BATCH_TOKENS, LEARNING_RATE, WARMUP, DECAY = 2048, 1e-3, 0.05, 4.0
 DRAWN, LIKELIEST = (SamplingParams(1.0, 1.0, 0, method) for method in ("probabilistic", "greedy"))
-ARMS: dict[str, DrafterModelConfig] = {
-    "EAGLE-3, depth 3": Eagle3Config(type="eagle3", draft_vocab_size=VOCABULARY, trained_depth=3),
-    "EAGLE-3, depth 5": Eagle3Config(type="eagle3", draft_vocab_size=VOCABULARY, trained_depth=5),
-    **{
-        f"DFlash, {n} layer{'s' * (n > 1)}": DFlashConfig(
-            type="dflash", draft_vocab_size=VOCABULARY, num_layers=n, trained_depth=5
-        )
-        for n in (1, 2)
-    },
-}
-LENGTHS = (1, 2, 3, 5)
+LENGTHS = (1, 3, 5, 7)
+OBJECTIVES = ("acceptance", "token", "argmax")
+
+
+def arms(vocabulary: int, depth: int) -> dict[str, DrafterModelConfig]:
+    """The drafters of the study, with this draft vocabulary; block drafters propose `depth` tokens."""
+    own: dict[str, Any] = {"draft_vocab_size": vocabulary}
+    return {
+        **{f"EAGLE-3, depth {d}": Eagle3Config(type="eagle3", trained_depth=d, **own) for d in sorted({3, depth})},
+        **{f"DFlash, {n}": DFlashConfig(type="dflash", num_layers=n, trained_depth=depth, **own) for n in (1, 2, 3)},
+        **{f"DSpark, {n}": DSparkConfig(type="dspark", num_layers=n, trained_depth=depth, **own) for n in (1, 2)},
+    }
 
 
 def main() -> int:
@@ -57,7 +64,14 @@ def main() -> int:
     parser.add_argument(
         "--anchors", type=float, default=0.25, help="share of the starts of a step (default %(default)s)"
     )
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument("--updates", type=int, help="of each arm, in place of a processor time")
+    parser.add_argument(
+        "--objectives", nargs="+", choices=OBJECTIVES, default=["acceptance"], help="default acceptance"
+    )
+    parser.add_argument("--vocabulary", type=int, default=4096, help="of the drafts (default %(default)s)")
+    parser.add_argument("--depth", type=int, default=7, help="length of a block (default %(default)s)")
+    names = [*arms(4096, 7)]
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"{', '.join(names)} (default all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     text = read_text(args.run)
@@ -66,31 +80,77 @@ def main() -> int:
     target = TargetWeights(target.embedding.float(), target.head.float(), 0)
     tokens = int(text.response_tokens(spec.vocab_size).sum())
     print(f"{len(text.training)} rollouts, {tokens} response tokens; {len(text.held_out)} rollouts held out")
-    print(f"| drafter | seed | updates | {' | '.join(f'drawn, k = {k}' for k in LENGTHS)} | likeliest, k = 3 |")
-    print("|---|--:|--:|" + "--:|" * (len(LENGTHS) + 1))
-    for seed, name in itertools.product(args.seeds, args.arms):
-        drafter = build_drafter(ARMS[name], spec, seed)
-        updates = train(drafter, text, target, seed, args.cpu_seconds, args.anchors)
-        lengths = [length(drafter, text.held_out, target, DRAWN, k) for k in LENGTHS]
-        cells = [
-            f"{value:.3f}" if value else ""
-            for value in (*lengths, length(drafter, text.held_out, target, LIKELIEST, 3))
-        ]
-        print(f"| {name} | {seed} | {updates} | {' | '.join(cells)} |", flush=True)
+    known, columns = arms(args.vocabulary, args.depth), [("drawn", DRAWN, k) for k in LENGTHS]
+    columns += [("likeliest", LIKELIEST, k) for k in LENGTHS[1:]]
+    print(
+        f"| drafter | objective | seed | updates | CPU s | {' | '.join(f'{how}, k = {k}' for how, _, k in columns)} |"
+    )
+    print("|---|---|" + "--:|" * (len(columns) + 3))
+    for seed, name, objective in itertools.product(args.seeds, args.arms or known, args.objectives):
+        drafter, started = build_drafter(known[name], spec, seed), time.process_time()
+        budget = Budget(args.cpu_seconds, args.updates)
+        updates = train(drafter, text, target, seed, budget, objective, args.anchors)
+        spent = time.process_time() - started
+        lengths = [length(drafter, text.held_out, target, sampling, k) for _, sampling, k in columns]
+        cells = " | ".join(f"{value:.3f}" if value else "" for value in lengths)
+        print(f"| {name} | {objective} | {seed} | {updates} | {spent:.0f} | {cells} |", flush=True)
     return 0
 
 
+@dataclass
+class Budget:
+    """What an arm may spend: updates or, without a number of them, processor seconds."""
+
+    seconds: float
+    updates: int | None
+
+    def __post_init__(self) -> None:
+        self.started = time.process_time()
+
+    def spent(self, updates: int) -> float:
+        """Return the share that is spent after so many updates."""
+        return updates / self.updates if self.updates else (time.process_time() - self.started) / self.seconds
+
+
+def objective_loss(
+    objective: str,
+    drafter: Drafter,
+    batch: DraftBatch,
+    target: TargetWeights,
+    anchors: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The loss of a batch. Tokens outside the draft vocabulary have no cross-entropy."""
+    if objective == "acceptance":
+        return drafter_loss(drafter, batch, target, DRAWN, anchors, generator)[0]
+    alignment = align(batch, drafter.shape.trained_depth).sampled(anchors, generator)
+    states, head = drafter.drafts(batch, alignment, target)
+    teacher = Teacher(batch, target, drafter.draft_to_target, DRAWN)
+    total, weights = head.new_zeros(()), 0.0
+    for position, hidden in enumerate(states):
+        chosen, rows = hidden[alignment.supervised[position]], alignment.target_rows(position)
+        if objective == "token":
+            wanted = teacher.drawn_draft_ids(rows)
+        else:
+            likeliest = (batch.final_hidden[rows] @ target.head.T).argmax(-1)
+            wanted = torch.searchsorted(drafter.draft_to_target, likeliest).clamp(max=len(drafter.draft_to_target) - 1)
+            wanted = torch.where(drafter.draft_to_target[wanted] == likeliest, wanted, -1)
+        weight = math.exp(-position / DECAY)
+        total = total + weight * torch.nn.functional.cross_entropy(chosen @ head.T, wanted, ignore_index=-1)
+        weights += weight
+    return total / weights
+
+
 def train(
-    drafter: Drafter, text: StoredText, target: TargetWeights, seed: int, cpu_seconds: float, anchors: float
+    drafter: Drafter, text: StoredText, target: TargetWeights, seed: int, budget: Budget, objective: str, anchors: float
 ) -> int:
-    """Train until the processor time is spent, over which the learning rate follows a cosine. Returns the updates."""
+    """Train until the budget is spent, over which the learning rate follows a cosine. Returns the updates."""
     generator, shuffled, updates = torch.Generator().manual_seed(seed), random.Random(seed), 0
-    started, spent = time.process_time(), 0.0
     drafter.choose_vocabulary(text.response_tokens(len(target.head)), target)
     optimizer = torch.optim.AdamW(
         drafter.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    rate = LambdaLR(optimizer, lambda _: _rate(spent / cpu_seconds))
+    rate = LambdaLR(optimizer, lambda _: _rate(budget.spent(updates)))
     while True:
         order = list(text.training)
         shuffled.shuffle(order)
@@ -98,11 +158,11 @@ def train(
             if updates == 0:
                 drafter.start_training(batch, is_new=True)
             optimizer.zero_grad()
-            drafter_loss(drafter, batch, target, DRAWN, anchors, generator)[0].backward()
+            objective_loss(objective, drafter, batch, target, anchors, generator).backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
             optimizer.step()
-            updates, spent = updates + 1, time.process_time() - started
-            if spent > cpu_seconds:
+            updates += 1
+            if budget.spent(updates) >= 1:
                 return updates
             rate.step()
 

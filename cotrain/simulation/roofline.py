@@ -1,7 +1,7 @@
 """Step times on a GPU, from data sheets, shapes of model and drafter, and constants fitted to measured operators.
 
 A step of B requests with k draft tokens computes B (k + 1) rows. Its time is that of the model over all rows, k passes of the
-drafter, and the host. GPUs are in data/gpus.toml, models in data/models.toml, and the times of the host in data/engines.toml.
+drafter (one of a block drafter), and the host. GPUs are in data/gpus.toml, models in data/models.toml, and the times of the host in data/engines.toml.
 """
 
 import tomllib
@@ -16,6 +16,7 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, Typ
 
 from cotrain.config.errors import did_you_mean
 from cotrain.simulation.step_time import Array, MeasuredCells
+from drafters.config import BLOCK_DRAFTERS
 
 LOGIT_BYTES, UNIT_BYTES = 24, 46
 """Bytes that a row moves besides weights: of each logit, in six float32 passes of the sampler; and of each hidden unit of a layer,
@@ -80,13 +81,19 @@ class Model:
     """Bytes of a weight: 2 in bf16, 1 in fp8, whose operations per second and efficiencies the GPU must then have."""
     fused: int = 0
     """Input width of the matrix that fuses a drafter's inputs to `hidden`; 0 without one."""
+    one_pass: bool = False
+    """As a drafter it proposes all its tokens in one pass, with a row for each."""
 
     def drafter(self, kind: str) -> "Model":
-        """Return the drafter: one dense layer, run once per draft token. MTP fuses the embedding and the hidden state, and drafts
-        all tokens; EAGLE-3 fuses three hidden states, and drafts one of 32,000 tokens."""
-        width, vocabulary = (2, self.vocabulary) if kind == "mtp" else (3, 32_000)
+        """Return the drafter, of dense layers. EAGLE-3 fuses three hidden states, and its layer drafts one of 32,000 tokens; MTP's
+        fuses the embedding and the hidden state, and drafts any token. Both run once per draft token. DFlash and DSpark have five layers,
+        five hidden states and the target's head, as public checkpoints."""
+        layers, width, vocabulary = {"eagle3": (1, 3, 32_000), "mtp": (1, 2, self.vocabulary)}.get(
+            kind, (5, 5, self.vocabulary)
+        )
         wide = self.intermediate if self.experts == 1 else 3 * self.hidden
-        shape = replace(self, layers=1, intermediate=wide, experts=1, experts_per_token=1, weight_bytes=2.0)
+        shape = replace(self, layers=layers, intermediate=wide, experts=1, experts_per_token=1)
+        shape = replace(shape, weight_bytes=2.0, one_pass=kind in BLOCK_DRAFTERS)
         return replace(shape, vocabulary=vocabulary, fused=width * self.hidden)
 
     def parameters(self, experts: Array | float) -> Array | float:
@@ -134,16 +141,17 @@ class Roofline:
         seconds, eager = self._pass(self.model, rows, batch), rows > self.graph_tokens
         seconds = np.where(eager, np.maximum(seconds, self.model.layers * least), seconds)
         if k:
-            drafting = self._pass(drafter, rows, batch) + (k - 1) * self._pass(drafter, batch, batch)
+            passes = self._passes(k)
+            drafting = self._pass(drafter, rows, batch) + (passes - 1) * self._pass(drafter, batch, batch)
             # Twice, since the head and other operations take as long as the layer.
-            drafting = np.where(eager, np.maximum(drafting, 2 * k * drafter.layers * least), drafting)
-            seconds = seconds + drafting + k * self.engine.host_draft_s
+            drafting = np.where(eager, np.maximum(drafting, 2 * passes * drafter.layers * least), drafting)
+            seconds = seconds + drafting + passes * self.engine.host_draft_s
         host, scheduling = self.engine.host_step_s, self.engine.async_scheduling
         hidden = scheduling == "always" or (scheduling == "without_drafts" and not k)
         return np.maximum(seconds, host) if hidden else seconds + host
 
     def slope(self, k: int) -> float:
-        read = self.model.kv_bytes + k * self.drafter.kv_bytes
+        read = self.model.kv_bytes + self._passes(k) * self.drafter.kv_bytes
         shards = min(self.tensor_parallel, self.model.kv_heads)
         return read / shards / (self.hardware.memory_bandwidth * self.hardware.attention_efficiency)
 
@@ -153,6 +161,9 @@ class Roofline:
 
     def covers(self, k: int, batch: int) -> bool:
         return True
+
+    def _passes(self, k: int) -> int:
+        return min(k, 1) if self.drafter.one_pass else k
 
     def _pass(self, m: Model, rows: Array, batch: Array) -> Array:
         """Time of all layers and the head. Of E experts, E (1 - (1 - K/E)^T) are read for T rows that choose K at random each."""

@@ -17,9 +17,9 @@ from cotrain.run.provenance import flatten
 from cotrain.simulation.acceptance import Acceptance
 from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries, known
 from cotrain.simulation.step_time import MeasuredCells
-from drafters.config import Section
+from drafters.config import BLOCK_DRAFTERS, Section
 
-HEADS = ("eagle3", "mtp")
+HEADS = ("eagle3", "mtp", *BLOCK_DRAFTERS)
 """Drafters whose shape follows from the policy's."""
 
 Cells = tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
@@ -64,7 +64,7 @@ class RooflineCost(Section):
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     drafter: str = "eagle3"
-    """Kind of drafter, given a [drafter]: eagle3, mtp, or the name of a model that drafts."""
+    """Kind of drafter, given a [drafter]: eagle3, mtp, dflash, dspark, or the name of a model that drafts."""
     graph_tokens: PositiveInt | None = None
     """Largest step with a captured CUDA graph, in tokens: requests times (draft length + 1). Default: all steps have one.
     Before its pull request 50488 of 2026-07-30, vLLM captured graphs of up to min(2 max_num_seqs, 512) tokens."""

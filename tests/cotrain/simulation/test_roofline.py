@@ -40,6 +40,22 @@ def test_where_only_the_host_takes_time_the_ratio_follows_from_its_two_constants
         assert cost.base(k, BATCH) / cost.base(0, BATCH) == pytest.approx(1 + k * 1500 / 4000, rel=1e-4)
 
 
+def test_a_block_drafter_is_run_once_whatever_the_draft_length() -> None:
+    host, block = Engine(0.0, 1500.0, "never", "a test"), SMALL.drafter("dflash")
+    cost = roofline(kind="dflash", engine=host)
+    assert [float(cost.base(k, BATCH)[0]) for k in (1, 3, 7)] == pytest.approx([1500.0] * 3, rel=1e-4)
+    read = roofline(kind="dflash").slope(7) / roofline().slope(0)
+    assert (
+        read == pytest.approx(1 + block.kv_bytes / SMALL.kv_bytes)
+        and block.kv_bytes == 5 * SMALL.kv_bytes / SMALL.layers
+    )
+    free = Engine(0.0, 0.0, "never", "a test")
+    of_length = {
+        k: roofline(kind="dflash", engine=free).base(k, BATCH) - roofline(engine=free).base(0, BATCH) for k in (1, 7)
+    }
+    assert (of_length[7] > of_length[1]).all() and (of_length[7][:2] < 1.2 * of_length[1][:2]).all()
+
+
 def test_asynchronous_scheduling_hides_the_shorter_of_host_and_gpu() -> None:
     """The draft passes wait for the host even then."""
     free = {k: roofline(engine=replace(ENGINE, host_step_s=0.0)).base(k, BATCH) for k in (0, 3)}

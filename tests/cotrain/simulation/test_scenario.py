@@ -148,7 +148,10 @@ def test_a_draft_model_costs_its_passes() -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("cost.drafter=eagle", "cost.drafter: 'eagle' is not known: give one of eagle3, mtp, Qwen3-1.7B"),
+        (
+            "cost.drafter=eagle",
+            "cost.drafter: 'eagle' is not known: give one of eagle3, mtp, dflash, dspark, Qwen3-1.7B",
+        ),
         ("cost.engine=vllm-2024", "cost.engine: 'vllm-2024' is not known: give one of vllm-2025"),
         ("cost.gpus.mine.memory_bytes=80e9", "cost.gpus.mine.memory_bandwidth: "),
         (
