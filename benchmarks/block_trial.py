@@ -156,7 +156,7 @@ def train(
         shuffled.shuffle(order)
         for batch, _ in batches_of(order, BATCH_TOKENS):
             if updates == 0:
-                drafter.start_training(batch, is_new=True)
+                drafter.start_training(batch, target, is_new=True)
             optimizer.zero_grad()
             objective_loss(objective, drafter, batch, target, anchors, generator).backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)

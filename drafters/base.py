@@ -147,7 +147,7 @@ class Drafter(nn.Module, ABC):
         """
         return 1.0
 
-    def start_training(self, batch: DraftBatch, is_new: bool) -> None:
+    def start_training(self, batch: DraftBatch, target: TargetWeights, is_new: bool) -> None:
         """Prepare for the first optimizer step by its batch; by default nothing. is_new: nobody has trained this drafter before."""
 
     def state_for_serving(self) -> dict[str, Tensor]:

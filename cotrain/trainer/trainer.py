@@ -208,7 +208,8 @@ class DrafterTrainer:
         for number in range(num_updates):
             batch = self._buffer.sample(self._spec.drafter.batch_tokens, self._rng)
             if self._progress.updates + number == 0:
-                self.drafter.start_training(batch.rows.to(self._device), self._progress.is_new)
+                target = self.target_weights[batch.rows.policy_version]
+                self.drafter.start_training(batch.rows.to(self._device), target, self._progress.is_new)
             updates.append(self._update(batch, step) | {"lag_versions": float(newest - batch.rows.policy_version)})
             num_tokens += len(batch.rows.token_ids)
         seconds = time.perf_counter() - started

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from drafters.alignment import Alignment, DraftBatch
 from drafters.aux_layers import AUX_LAYERS, check_aux_layers
 from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
+from drafters.block.first_weights import attend_to_newest, regression
 from drafters.config import DFlashConfig
 from drafters.files import read_config
 from drafters.rotary import for_drafter, inverse_frequencies
@@ -222,12 +223,27 @@ class DFlashDrafter(Drafter):
         return float(token_counts[tokens].sum() / total) if total > 0 else 1.0
 
     @torch.no_grad()
-    def start_training(self, batch: DraftBatch, is_new: bool) -> None:
+    def start_training(self, batch: DraftBatch, target: TargetWeights, is_new: bool) -> None:
         spread = batch.aux_hidden[batch.feature_mask].float().square().mean(0).sqrt().clamp(min=SMALLEST_SPREAD)
         spread = spread.to(self.spread)
-        if not is_new:  # the weight of a new one passes the columns through, whatever their scale
+        if not is_new:
             self.fc.weight.mul_(spread / self.spread)
         self.spread.copy_(spread)
+        if is_new:
+            self._start_near(batch, target)
+
+    def _start_near(self, batch: DraftBatch, target: TargetWeights) -> None:
+        """Set the first weights of a new drafter, see first_weights.py."""
+        first, size, aux = cast(BlockLayer, self.layers[0]), self.shape.sizes.hidden_size, batch.aux_hidden
+        states = aux.to(self.fc.weight.dtype) / self.spread
+        weight = regression(states[:, -size:], batch)
+        if weight is None:
+            return
+        self.fc.weight[:, -size:] = weight.to(self.fc.weight)
+        context = self.hidden_norm(self.fc(states[batch.feature_mask]))
+        mask = target.embedding[self.shape.mask_token_id].to(context.dtype)
+        attend_to_newest(first.self_attn, context, first.input_layernorm(mask))
+        self.norm.weight.fill_(float(batch.final_hidden[batch.feature_mask].float().square().mean().sqrt()))
 
     def state_for_serving(self) -> dict[str, Tensor]:
         state = {name: tensor for name, tensor in self.state_dict().items() if name != "spread"}
@@ -241,7 +257,7 @@ class DFlashDrafter(Drafter):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Let fc pass the highest aux layer's state through. `choose_vocabulary` later copies the rows of the head."""
+        """Let fc pass the highest aux layer's state through, until the first batch. `choose_vocabulary` copies the rows of the head."""
         super().initialise(generator)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)

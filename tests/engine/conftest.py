@@ -221,7 +221,7 @@ def distilled(
 def fitted(drafter: Drafter, data: DraftBatch, target: TargetWeights) -> Drafter:
     """The same drafter after it has learnt from `data`."""
     drafter.choose_vocabulary(torch.bincount(data.token_ids, minlength=target.head.shape[0]), target)
-    drafter.start_training(data, is_new=True)
+    drafter.start_training(data, target, is_new=True)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     parts = [part_of(data, turn) for turn in range(PARTS)]
     for step in range(STEPS):

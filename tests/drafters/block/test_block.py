@@ -99,13 +99,37 @@ def test_training_starts_with_columns_of_one_size(target_weights):
     before = loaded.drafts(batch, alignment, target_weights)[0]
     served = loaded.state_for_serving()
     for drafter in (new, loaded):
-        drafter.start_training(batch, is_new=drafter is new)
+        drafter.start_training(batch, target_weights, is_new=drafter is new)
         scaled = batch.aux_hidden[batch.feature_mask] / drafter.spread
         torch.testing.assert_close(scaled.square().mean(0), torch.ones_like(scaled[0]))
     after = loaded.drafts(batch, alignment, target_weights)[0]
     torch.testing.assert_close(torch.stack(after), torch.stack(before))  # a loaded drafter is the same
     torch.testing.assert_close(loaded.state_for_serving()["fc.weight"], served["fc.weight"])
-    assert torch.equal(new.fc.weight, made().fc.weight)  # a new one passes columns of one size through
+
+
+def test_a_new_one_begins_with_what_the_newest_row_says_of_the_next(target_weights):
+    batch = make_batch(*[(3, 40, 0)] * 4)
+    generator = torch.Generator().manual_seed(5)
+    batch.aux_hidden.add_(1)  # as in a language model, states have a mean
+    next_of = torch.randn(16, 16, generator=generator, dtype=torch.float64)
+    batch.final_hidden[1:] = 4 * batch.aux_hidden[:-1, -16:].nan_to_num() @ next_of.T
+    alignment, rows = align(batch, 4), batch.feature_mask
+    wanted = batch.final_hidden[alignment.start_rows + 1]
+
+    def likeness(drafter: DFlashDrafter) -> float:
+        states, _ = drafter.drafts(batch, alignment, target_weights)
+        return torch.cosine_similarity(states[0] - states[0].mean(0), wanted - wanted.mean(0)).mean().item()
+
+    sizes = dataclasses.replace(TARGET, head_dim=64)  # a head of a few dimensions can hardly tell positions apart
+    drafter = build_drafter(DFLASH.configured(trained_depth=4), sizes, 0).double()
+    before = likeness(drafter)
+    drafter.start_training(batch, target_weights, is_new=True)
+    predicted = drafter.fc(batch.aux_hidden / drafter.spread)[:-1][rows[:-1] & rows[1:]]
+    true = batch.final_hidden[1:][rows[:-1] & rows[1:]]
+    assert torch.cosine_similarity(predicted, true).mean() > 0.85
+    assert likeness(drafter) > max(0.6, before + 0.5)
+    torch.testing.assert_close(drafter.norm.weight, drafter.norm.weight[:1].expand(16))
+    assert float(drafter.norm.weight[0]) == pytest.approx(float(batch.final_hidden[rows].square().mean().sqrt()))
 
 
 def test_the_mask_token_is_never_proposed(target_weights):
