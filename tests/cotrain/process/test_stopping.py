@@ -69,17 +69,16 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("body", BODIES)
 def test_a_signal_ends_whatever_was_started_and_removes_its_folder(body: str, sent: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.replace("BODY", BODIES[body])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    folder, *started = process.stderr.readline().split()
-    assert Path(folder).is_dir() and all(is_alive(int(pid)) for pid in started)
-    process.send_signal(sent)
-    output, _ = process.communicate(timeout=30)
+    command = [sys.executable, "-c", SCRIPT.replace("BODY", BODIES[body])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            folder, *started = process.stderr.readline().split()
+            assert Path(folder).is_dir() and all(is_alive(int(pid)) for pid in started)
+            process.send_signal(sent)
+            output, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()  # one that does not stop would go on without end
     assert process.returncode == 130
     assert output == ("not waited for\n" if body == NOT_WAITED_FOR else "interrupted\n")
     assert not Path(folder).exists()
