@@ -35,7 +35,7 @@ from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch, align
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter
-from drafters.config import DFlashConfig, DrafterModelConfig, DSparkConfig, Eagle3Config
+from drafters.config import DFlashConfig, DrafterModelConfig, Eagle3Config
 from drafters.losses import Teacher, acceptances, drafter_loss
 
 BATCH_TOKENS, LEARNING_RATE, WARMUP, DECAY = 2048, 1e-3, 0.05, 4.0
@@ -50,7 +50,7 @@ def arms(vocabulary: int, depth: int) -> dict[str, DrafterModelConfig]:
     return {
         **{f"EAGLE-3, depth {d}": Eagle3Config(type="eagle3", trained_depth=d, **own) for d in sorted({3, depth})},
         **{f"DFlash, {n}": DFlashConfig(type="dflash", num_layers=n, trained_depth=depth, **own) for n in (1, 2, 3)},
-        **{f"DSpark, {n}": DSparkConfig(type="dspark", num_layers=n, trained_depth=depth, **own) for n in (1, 2)},
+        **{f"DSpark, {n}": DFlashConfig(type="dspark", num_layers=n, trained_depth=depth, **own) for n in (1, 2)},
     }
 
 

@@ -39,9 +39,11 @@ class Eagle3Config(ModelSection):
 
 
 class DFlashConfig(ModelSection):
-    """DFlash: Qwen3 layers over hidden states of some target layers, which propose a whole block of tokens in one pass."""
+    """DFlash: Qwen3 layers over hidden states of some target layers, which propose a whole block of tokens in one pass. DSpark adds a
+    head of low rank through which a draft token knows the one before it, and an estimate of its acceptance; only vLLM's model runner
+    V2 serves it."""
 
-    type: Literal["dflash"]
+    type: Literal["dflash", "dspark"]
     """Kind of drafter."""
     draft_vocab_size: PositiveInt | None = None
     """Number of tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary.
@@ -56,16 +58,8 @@ class DFlashConfig(ModelSection):
     mask_token_id: NonNegativeInt | None = None
     """Token that stands for a draft token in the block; the policy's text must not have it. Default: the highest id that stands for
     no token, or a special token that neither the tokenizer's settings nor its chat template name."""
-
-
-class DSparkConfig(DFlashConfig):
-    """DSpark: DFlash with a head of low rank through which a draft token knows the one before it, and an estimate of its acceptance.
-    Only vLLM's model runner V2 serves it."""
-
-    type: Literal["dspark"]  # type: ignore[assignment]
-    """Kind of drafter."""
-    markov_rank: PositiveInt = 64
-    """Rank of the bias that the token before gives the logits of a draft token."""
+    markov_rank: PositiveInt | None = None
+    """Rank of the bias that the token before gives the logits of a draft token, for dspark alone. Default: 64 there."""
 
 
 class MtpConfig(ModelSection):
@@ -105,6 +99,4 @@ NATIVE_HEAD_ARCHITECTURES = {
 BLOCK_DRAFTERS = ("dflash", "dspark")
 """Types that propose a whole block in one pass."""
 
-DrafterModelConfig = Annotated[
-    Eagle3Config | DFlashConfig | DSparkConfig | MtpConfig | DraftModelConfig, Field(discriminator="type")
-]
+DrafterModelConfig = Annotated[Eagle3Config | DFlashConfig | MtpConfig | DraftModelConfig, Field(discriminator="type")]

@@ -16,7 +16,7 @@ from cotrain.models.capability import (
 )
 from cotrain.models.loading import BUILT, built, config_folder, config_problem
 from cotrain.process.cluster import engine_device
-from drafters.config import DFlashConfig, DraftModelConfig, DSparkConfig, Eagle3Config, MtpConfig
+from drafters.config import DFlashConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.files import read_config, text_fields
 from drafters.mtp.formats import without_head
 from pipelines.help import help_of
@@ -24,7 +24,7 @@ from pipelines.help import help_of
 KINDS = (
     Eagle3Config(type="eagle3"),
     DFlashConfig(type="dflash"),
-    DSparkConfig(type="dspark"),
+    DFlashConfig(type="dspark"),
     MtpConfig(type="mtp"),
     DraftModelConfig(type="draft_model"),
 )

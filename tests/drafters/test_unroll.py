@@ -89,5 +89,7 @@ def test_a_hole_in_one_rollout_changes_nothing_in_another(kind, target_weights):
 
 
 def test_no_start_is_an_empty_result(kind, target_weights):
-    _, outputs = unrolled(kind.make(), make_batch((4, 0, 0)), target_weights)
-    assert [output.shape for output in outputs] == [(0, TARGET.hidden_size)] * 3
+    drafter = kind.make()
+    _, outputs = unrolled(drafter, make_batch((4, 0, 0)), target_weights)
+    width = TARGET.hidden_size + getattr(drafter.shape, "markov_rank", 0)
+    assert [output.shape for output in outputs] == [(0, width)] * 3

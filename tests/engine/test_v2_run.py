@@ -10,7 +10,7 @@ import torch
 
 from drafters.alignment import DraftBatch
 from drafters.base import TargetWeights
-from drafters.config import DSparkConfig
+from drafters.config import DFlashConfig
 from pipelines.simulate.run_base import recorded
 from tests.engine.conftest import AUX_LAYERS, DRAFT_VOCABULARY, distilled
 from tests.engine.interpreted_triton import INTERPRETED
@@ -67,7 +67,7 @@ def test_a_run_of_dspark_serves_what_training_expects(
     target_weights: TargetWeights,
     target_folder: Path,
 ) -> None:
-    config = DSparkConfig(
+    config = DFlashConfig(
         type="dspark", draft_vocab_size=DRAFT_VOCABULARY, aux_layers=AUX_LAYERS, trained_depth=3, markov_rank=32
     )
     distilled(sampled_text, target_weights, target_folder, config).save(tmp_path / "first", torch.float32)

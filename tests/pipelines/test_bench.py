@@ -126,7 +126,7 @@ def shape(tmp_path: Path) -> Path:
         (["--methods", "suffix"], "--methods: random text repeats nothing"),
         (
             ["--drafter", "history"],
-            "--drafter: 'history' is no kind with random weights; give eagle3, mtp, draft_model or none",
+            "--drafter: 'history' is no kind with random weights; give eagle3, dflash, dspark, mtp, draft_model or none",
         ),
         (["--batch", "1000000"], r"--batch: 2 engines with 1000000 requests take .* GiB, above 90%"),
         (["--gpu", "h1000"], "(?s)--gpu: .*'h1000' is not known"),

@@ -39,7 +39,8 @@ def test_the_classes_and_all_drafters_of_a_plain_family_are_named(said) -> None:
     assert (
         "\nDrafters that can be trained for it: eagle3, dflash, mtp, draft_model. A history (rollout.history)" in text
     )
-    assert "at most 2,048 positions" in text and "Not " not in text
+    assert "at most 2,048 positions" in text and text.count("Not ") == 1
+    assert "Not dspark: only vLLM's model runner V2 drafts with it" in text
 
 
 def test_what_cannot_draft_is_said_with_its_reason(said) -> None:
@@ -94,5 +95,9 @@ def test_a_dry_run_says_the_most_of_it(capsys, tmp_path: Path) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert f"# {folder} is of family llama: transformers trains it as LlamaForCausalLM, and" in "\n".join(lines)
     assert (
-        sum(line.startswith("# Drafters that can be trained for it: eagle3, mtp, draft_model.") for line in lines) == 1
+        sum(
+            line.startswith("# Drafters that can be trained for it: eagle3, dflash, mtp, draft_model.")
+            for line in lines
+        )
+        == 1
     )

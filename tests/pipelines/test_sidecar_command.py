@@ -57,7 +57,7 @@ def test_help_shows_the_command_to_type_without_torch(name: str, texts: list[str
         (["sidecar", "check", "--model", "m", "--", "./no"], "COMMAND: ./no cannot be run here"),
         (
             ["run", "--model", "m", "--drafter", "suffix", "--", "true"],
-            "--drafter: 'suffix' is no folder; give one of eagle3, mtp, draft_model, native, a folder or",
+            "--drafter: 'suffix' is no folder; give one of eagle3, dflash, dspark, mtp, draft_model, native, a folder or",
         ),
         (["sidecar", "--model", "m"], "--share: say which share"),
         (["sidecar", "check", "--model", "m"], "write it after --"),

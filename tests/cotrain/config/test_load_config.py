@@ -100,7 +100,7 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
         ("task.type=reasoning_gim", "task.type: 'reasoning_gim' is not one of reasoning_gym, dataset; did you mean"),
         (
             "drafter.model.type=eagle",
-            "drafter.model.type: 'eagle' is not one of eagle3, dflash, mtp, draft_model; did you mean eagle3?",
+            "drafter.model.type: 'eagle' is not one of eagle3, dflash, dspark, mtp, draft_model; did you mean eagle3?",
         ),
         ("policy.advantage=group_men", "got 'group_men'; did you mean group_mean?"),
         ("rollout.temperature=hot", "rollout.temperature: must be a valid number, unable to parse"),

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from cotrain.engine import cpu, loading
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
-from drafters.config import DFlashConfig, DSparkConfig
+from drafters.config import DFlashConfig
 from tests.cotrain.engine.conftest import ARCHITECTURES, Served, moved
 from tests.cotrain.engine.test_vllm_weights import reload_as_vllm_does, with_one_wrong_element
 
 CONFIG = DFlashConfig(type="dflash", draft_vocab_size=100, aux_layers=(1, 2, 3), num_layers=2, mask_token_id=499)
-MORE = DSparkConfig(**CONFIG.model_dump() | {"type": "dspark"}, markov_rank=24)
+MORE = DFlashConfig(**CONFIG.model_dump() | {"type": "dspark", "markov_rank": 24})
 PATCHES = (cpu.copy_packed_projections, cpu.norm_context_keys)
 
 

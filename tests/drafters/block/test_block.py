@@ -129,7 +129,7 @@ def test_a_new_one_begins_with_what_the_newest_row_says_of_the_next(target_weigh
     assert torch.cosine_similarity(predicted, true).mean() > 0.85
     assert likeness(drafter) > max(0.6, before + 0.5)
     torch.testing.assert_close(drafter.norm.weight, drafter.norm.weight[:1].expand(16))
-    assert float(drafter.norm.weight[0]) == pytest.approx(float(batch.final_hidden[rows].square().mean().sqrt()))
+    assert drafter.norm.weight[0].item() == pytest.approx(float(batch.final_hidden[rows].square().mean().sqrt()))
 
 
 def test_the_mask_token_is_never_proposed(target_weights):
@@ -147,9 +147,10 @@ def test_the_mask_token_is_never_proposed(target_weights):
         ({}, {"mask_token_id": 40}, "mask_token_id: 40 is no token below 40"),
         ({}, {"mask_token_id": 2}, "mask_token_id: 2 is no token"),
         ({}, {"draft_vocab_size": 41}, "draft_vocab_size: 41 is above"),
+        ({}, {"markov_rank": 4}, "markov_rank: DFlash has no Markov head"),
     ],
 )
-def test_a_mask_token_that_text_may_have_is_refused(target, config, message):
+def test_settings_that_cannot_be_are_refused(target, config, message):
     with pytest.raises(ValueError, match=message):
         build_drafter(DFLASH.configured(**config), dataclasses.replace(TARGET, **target), 0)
 
