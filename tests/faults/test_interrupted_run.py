@@ -106,9 +106,6 @@ def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swa
     process = resume(root)
     wait_for_step(run, 1, process)
     engine = process_titled("VLLM::EngineCore", process)  # before the steps that follow, which are short
-    load_drafter(run / "drafters" / "v0000", TargetSpec.from_pretrained(target_folder))
-    fault("7b", "first drafter half written, run killed, --resume", "written anew on resume", steps=0)
-
     server.kill()
     killed = time.monotonic()
     wait_for_step(run, 3, process)
@@ -117,6 +114,9 @@ def test_7_14_and_8_half_a_drafter_then_mlflow_goes_and_the_engine_dies_in_a_swa
     os.kill(engine, signal.SIGKILL)
     output = message_of(process)
     server.start()  # takes some seconds, and the next test needs it
+
+    load_drafter(run / "drafters" / "v0000", TargetSpec.from_pretrained(target_folder))
+    fault("7b", "first drafter half written, run killed, --resume", "written anew on resume", steps=0)
 
     assert "MLflow takes no metrics" in output and "the run goes on" in output
     # No step waits for a server that is gone, which would take MLflow four seconds or more for each.
