@@ -16,7 +16,7 @@ RIDGE = 1.0
 """Weight of the penalty, in numbers of rows; columns have a mean square of 1."""
 
 GAIN = 3.0
-"""Of the norm of queries: how sharply the masks attend to the newest rows."""
+"""Gain of the norm of queries: how sharply the masks attend to the newest rows."""
 
 MOST_ROWS = 2048
 """Rows that the regression and the components are computed from."""
