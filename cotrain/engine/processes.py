@@ -118,6 +118,8 @@ def model_runner(spec: EngineSpec) -> dict[str, str]:
     drafter = None if spec.serving is None else spec.serving.method
     for name, reason in model_runner_problems(os.environ, on_cpu, has_history, drafter):
         raise ValueError(f"{name}: {reason}")
+    if drafter == "dspark" and on_cpu and MODEL_RUNNER not in os.environ:
+        raise ValueError("dspark: only vLLM's model runner V2 drafts with it, for which the CPU build has no Triton")
     return {MODEL_RUNNER: "0"} if (on_cpu or has_history) and MODEL_RUNNER not in os.environ else {}
 
 

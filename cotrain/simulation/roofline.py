@@ -1,7 +1,8 @@
 """Step times on a GPU, from data sheets, shapes of model and drafter, and constants fitted to measured operators.
 
 A step of B requests with k draft tokens computes B (k + 1) rows. Its time is that of the model over all rows, k passes of the
-drafter (one of a block drafter), and the host. GPUs are in data/gpus.toml, models in data/models.toml, and the times of the host in data/engines.toml.
+drafter (one of a block drafter), and the host. GPUs are in data/gpus.toml, models in data/models.toml, and the times of the host in
+data/engines.toml.
 """
 
 import tomllib

@@ -65,11 +65,17 @@ def described(given: str) -> tuple[str, dict[str, Any]]:
 
 
 def random_drafter(kind: str, target: TargetSpec, depth: int, seed: int) -> Drafter:
-    """Build a drafter; EAGLE-3 and block drafters draft 32,000 tokens, as in the simulator. Raises ValueError where it does not fit the target."""
+    """Build a drafter of the simulator's shape: EAGLE-3 drafts 32,000 tokens, a block drafter has five layers and drafts any token.
+
+    Raises ValueError where it does not fit the target.
+    """
     if kind not in DRAFTERS:
         raise ValueError(f"--drafter: {kind!r} is no kind with random weights; give {', '.join(DRAFTERS)} or none")
     fields: Table = {"type": kind, "trained_depth": depth}
-    fields |= {"draft_vocab_size": min(32_000, target.vocab_size)} if kind in ("eagle3", *BLOCK_DRAFTERS) else {}
+    fields |= {"draft_vocab_size": min(32_000, target.vocab_size)} if kind == "eagle3" else {}
+    if kind in BLOCK_DRAFTERS:  # there is no tokenizer to say which token text never has, and no text that matters
+        mask = next(token for token in reversed(range(target.vocab_size)) if token not in target.eos_token_ids)
+        fields |= {"num_layers": 5, "draft_vocab_size": target.vocab_size, "mask_token_id": mask}
     try:
         return build_drafter(TypeAdapter(DrafterModelConfig).validate_python(fields), target, seed)
     except ValueError as error:

@@ -15,6 +15,7 @@ from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
 from cotrain.models.loading import resolve_model
 from cotrain.records import RolloutBatch, RolloutRequest, SpeculationCounts, StepTotal, Window
+from cotrain.simulation.roofline import Model
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
@@ -27,6 +28,7 @@ from pipelines.bench.command import (
     take_turns,
 )
 from pipelines.bench.report import ADAPTIVE, NO_SPECULATION, Arm, Turn, results, simulated_ms, write_results
+from pipelines.bench.synthetic import random_drafter
 from pipelines.engines import EngineSetup
 
 GREEDY = Arm("greedy", 2)
@@ -435,3 +437,14 @@ def test_report_files(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [arm["arm"] for arm in found["arms"]] == ["batch 1, no speculation", "batch 1, greedy k=2"]
     assert found["arms"][1]["+-"] is None and found["turns"][1]["num_drafts"] == 40
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_a_random_drafter_has_the_shape_that_the_simulator_takes(kind: str) -> None:
+    target = replace(TargetSpec.from_pretrained(resolve_model("tiny:llama")), vocab_size=40_000, unused_token_id=None)
+    policy = Model(8, 128, 4, 2, 32, 256, target.vocab_size, "a test")
+    shape = random_drafter(kind, target, 3, 0).shape
+    assert (shape.sizes.num_layers, shape.draft_vocab_size) == (
+        policy.drafter(kind).layers,
+        policy.drafter(kind).vocabulary,
+    )  # type: ignore[attr-defined]

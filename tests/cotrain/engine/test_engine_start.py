@@ -1,6 +1,7 @@
 """What an engine refuses before vLLM is there, and what vLLM is started with."""
 
 import asyncio
+import dataclasses
 import inspect
 import pkgutil
 import queue
@@ -66,6 +67,19 @@ def test_a_gpu_takes_vllms_model_runner_and_a_cpu_or_a_history_the_one_that_can(
     assert (processes.model_runner(plain), processes.model_runner(history)) == ({}, {name: "0"})
     monkeypatch.setenv(name, "0")
     assert processes.model_runner(history) == {}
+
+
+def test_an_engine_on_a_cpu_does_not_start_with_a_drafter_that_only_v2_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    spec = dataclasses.replace(spec_of(tmp_path), serving=ServingSpec("dspark", (1, 2, 3)))
+    with pytest.raises(ValueError, match="dspark: only vLLM's model runner V2 drafts with it"):
+        asyncio.run(RolloutEngine(spec).start())
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert processes.model_runner(spec) == {}
 
 
 def test_a_wrapper_of_a_language_model_is_served_without_images(tmp_path: Path) -> None:
