@@ -5,6 +5,7 @@ In the end its rows are those of a run that nothing has happened to.
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,9 +53,13 @@ class TrackingServer:
     def __init__(self, folder: Path) -> None:
         self.database, self.port = folder / "server.db", free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
+        """Start it, once an earlier one has ended."""
+        if self.process is not None:
+            self.process.wait()
         self.process = mlflow_server(self.database, self.port)
 
     def wait(self) -> None:
@@ -64,13 +69,14 @@ class TrackingServer:
                 urlopen(f"{self.uri}/health", timeout=5).close()
                 return
             except (URLError, OSError):
-                assert self.process.poll() is None, "the MLflow server has ended"
+                assert self.process and self.process.poll() is None, "the MLflow server has ended"
                 time.sleep(0.1)
         raise AssertionError(f"no MLflow server in {TIMEOUT_S} s")
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """Kill it without waiting for its end, which takes seconds where it waits for a busy disk, as long as steps of the run."""
+        if self.process and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,7 @@ def server(root: Path) -> Iterator[TrackingServer]:
     server = TrackingServer(root)
     yield server
     server.kill()
+    server.process.wait()
 
 
 def killed_before_its_first_checkpoint(server: TrackingServer, root: Path) -> None:
