@@ -29,6 +29,28 @@ def test_a_file_that_took_too_long_is_named(record, capsys):
     assert capsys.readouterr().out.startswith(f"tests/file_times.py took {limit:.0f} s of {file_times.LONGEST_S}")
 
 
+def test_a_file_may_have_a_limit_of_its_own(record, monkeypatch):
+    monkeypatch.setitem(file_times.LONGER, "tests/file_times.py", 200)
+    record(1.0, 200 * file_times.SCATTER - 0.1)
+    assert file_times.main() == 0
+    record(1.0, 200 * file_times.SCATTER + 0.1)
+    assert file_times.main() == 1
+    assert all((file_times.ROOT / file).is_file() for file in file_times.LONGER)
+
+
+def test_a_slow_machine_has_longer_limits_and_one_slow_file_does_not_make_it_slow(record, monkeypatch):
+    known = {f"tests/test_{i}.py": 10.0 for i in range(file_times.FEW)}
+    monkeypatch.setattr(file_times, "committed", lambda: known | {"tests/test_short.py": 1.0})
+    assert file_times.slowness(dict.fromkeys(known, 20.0)) == 2.0
+    assert file_times.slowness(dict.fromkeys(known, 5.0)) == 1.0
+    assert file_times.slowness(dict.fromkeys(known, 10.0) | {"tests/test_0.py": 500.0}) == 1.0
+    assert file_times.slowness({"tests/test_0.py": 500.0, "tests/test_short.py": 500.0}) == 1.0
+    record(1.0, 2 * file_times.LONGEST_S)
+    assert file_times.main() == 1
+    monkeypatch.setattr(file_times, "slowness", lambda seconds: 2.0)
+    assert file_times.main() == 0
+
+
 def test_without_a_record_nothing_is_too_long(record):
     assert file_times.main() == 0
 
