@@ -1,4 +1,4 @@
-"""Faults of a rejection sampler, planted inside a running vLLM worker and taken out again.
+"""Faults of a rejection sampler and of block drafting, planted inside a running vLLM worker and taken out again.
 
 Each replaces one function on the path of vLLM's CPU build: v1/sample/rejection_sampler.py calls its kernels by module
 name, and the drafter samples in SpecDecodeBaseProposer._sample_from_logits.
@@ -34,7 +34,7 @@ class PlantingWorker(CotrainWorker):
             setattr(owner, name, new)
 
         if bug is not None:
-            BUGS[bug](self.model_runner, replace)  # type: ignore[attr-defined]
+            (BUGS | BLOCK_BUGS)[bug](self.model_runner, replace)  # type: ignore[attr-defined]
 
 
 def _sampler_module() -> Any:
@@ -178,6 +178,67 @@ BUGS = {
     "vLLM's CPU sampler bug": vllms_cpu_sampler_bug,
     "lossy acceptance": lossy_acceptance,
 }
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Block drafting
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def draft_probabilities_of_another_slot(runner: Any, replace: Replace) -> None:
+    """Verification divides by the probabilities of the draft token before."""
+    original = runner.drafter._sample_from_logits
+
+    def sample(logits: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
+        ids, probs = original(logits, sampling_metadata)
+        return ids, None if probs is None else probs.unflatten(0, (-1, K)).roll(1, 1).flatten(0, 1)
+
+    replace(runner.drafter, "_sample_from_logits", sample)
+
+
+def shifted_block(runner: Any, replace: Replace) -> None:
+    """The rows of a block have the positions after theirs."""
+
+    def shift(inputs: Any, drafter: Any) -> Any:
+        drafter.positions[: inputs[0]] += 1
+        return inputs
+
+    _change_inputs(runner.drafter, replace, shift)
+
+
+def mask_of_another_position(runner: Any, replace: Replace) -> None:
+    """Draft tokens are read from the row before their mask."""
+    _change_inputs(runner.drafter, replace, lambda inputs, _: (inputs[0], inputs[1] - 1, inputs[2]))
+
+
+def stale_context_projection(runner: Any, replace: Replace) -> None:
+    """Keys and values of the context are made with the weights of now, whatever is loaded later."""
+    drafter = runner.drafter.model.model
+    original, stale = drafter._project_context_kv, drafter._fused_kv_weight.clone()
+
+    def project(*arguments: Any) -> Any:
+        fresh, drafter._fused_kv_weight = drafter._fused_kv_weight, stale
+        try:
+            return original(*arguments)
+        finally:
+            drafter._fused_kv_weight = fresh
+
+    replace(drafter, "_project_context_kv", project)
+
+
+def _change_inputs(drafter: Any, replace: Replace, change: Callable[[Any, Any], Any]) -> None:
+    """change((rows, rows that are read, metadata), drafter) of every pass, which returns the same three."""
+    original = drafter.set_inputs_first_pass
+    replace(drafter, "set_inputs_first_pass", lambda **inputs: change(original(**inputs), drafter))
+
+
+BLOCK_BUGS = {
+    "draft probabilities of another slot": draft_probabilities_of_another_slot,
+    "shifted block": shifted_block,
+    "mask of another position": mask_of_another_position,
+    "stale context projection": stale_context_projection,
+}
+"""The first changes the distribution of the text, the others the drafts alone."""
 
 HOT_AND_COLD = (SamplingParams(0.5, 1.0, 0, ""), SamplingParams(1.5, 1.0, 0, ""))
 TRUNCATED = (SamplingParams(1.0, 1.0, 5, ""),)
