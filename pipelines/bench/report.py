@@ -16,8 +16,9 @@ from cotrain.config.load import Table
 from cotrain.run.provenance import machine
 from cotrain.simulation.roofline import Model, entries
 from cotrain.simulation.system import RooflineCost
-from drafters.base import TargetSpec
+from drafters.base import Drafter, TargetSpec
 from drafters.build import kind_of
+from drafters.config import BLOCK_DRAFTERS
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, headline
 from pipelines.page.page import Section, write_page
@@ -118,16 +119,30 @@ def results(turns: list[Turn], simulated: StepTime = None) -> pd.DataFrame:
 
 def roofline(options: argparse.Namespace, setup: EngineSetup) -> Table:
     """What the simulator needs to know of an engine that is measured, as fields of a RooflineCost; the GPU only if it is known."""
-    t, name, words = TargetSpec.from_pretrained(setup.model), Path(options.model).name, machine()["gpus"][:1]
-    heads = t.num_attention_heads, t.num_key_value_heads, t.head_dim
-    model = Model(t.num_layers, t.hidden_size, *heads, t.intermediate_size, t.vocab_size, f"config.json of {name}")
-    models = {name: asdict(model), "draft_model": asdict(replace(model, layers=2))}
+    name, words = Path(options.model).name, machine()["gpus"][:1]
+    policy = _shape(TargetSpec.from_pretrained(setup.model), f"config.json of {name}")
+    models, drafter = {name: asdict(policy)}, Table()
+    if setup.drafter and setup.drafter_folder:
+        kind = kind_of(setup.drafter_folder)
+        own = policy.drafter(kind) if kind == "mtp" else _drafter_shape(setup.drafter, kind)
+        models["drafter"], drafter = asdict(own), {"drafter": "drafter"}
     here = re.split(r"\W+", " ".join(words).lower())
     gpu = options.gpu or next((gpu for gpu in entries("gpus") if gpu.partition("-")[0] in here), None)
-    drafter = {"drafter": kind_of(setup.drafter_folder)} if setup.drafter_folder else {}
     fields = {"type": "roofline", "model": name, "models": models, **drafter, **({"gpu": gpu} if gpu else {})}
     context = mean(map(len, setup.prompts)) + options.tokens / 2
     return fields | {"tensor_parallel": setup.rollout.tensor_parallel_size, "cells_context": context}
+
+
+def _shape(t: TargetSpec, source: str) -> Model:
+    heads = t.num_attention_heads, t.num_key_value_heads, t.head_dim
+    return Model(t.num_layers, t.hidden_size, *heads, t.intermediate_size, t.vocab_size, source)
+
+
+def _drafter_shape(drafter: Drafter, kind: str) -> Model:
+    sizes, width = drafter.shape.sizes, len(drafter.serving.aux_layers)
+    model = _shape(sizes, f"config.json of the {kind} drafter")
+    model = replace(model, vocabulary=len(drafter.draft_to_target), fused=width * sizes.hidden_size)
+    return replace(model, one_pass=kind in BLOCK_DRAFTERS)
 
 
 def simulated_ms(fields: Table) -> StepTime:

@@ -18,7 +18,7 @@ from cotrain.records import RolloutBatch, RolloutRequest, SpeculationCounts, Ste
 from cotrain.simulation.roofline import Model
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
-from drafters.config import Eagle3Config
+from drafters.config import DFlashConfig, DrafterModelConfig, DraftModelConfig, Eagle3Config
 from pipelines.bench.command import (
     Bench,
     add_arguments,
@@ -27,7 +27,16 @@ from pipelines.bench.command import (
     prepare,
     take_turns,
 )
-from pipelines.bench.report import ADAPTIVE, NO_SPECULATION, Arm, Turn, results, simulated_ms, write_results
+from pipelines.bench.report import (
+    ADAPTIVE,
+    NO_SPECULATION,
+    Arm,
+    Turn,
+    results,
+    roofline,
+    simulated_ms,
+    write_results,
+)
 from pipelines.bench.synthetic import random_drafter
 from pipelines.engines import EngineSetup
 
@@ -174,6 +183,29 @@ def test_a_model_of_the_simulator_is_described_whole(tmp_path: Path, monkeypatch
     assert bench.setup.rollout.vllm["load_format"] == "dummy"
     simulated = simulated_ms(bench.cost)
     assert simulated is not None and 4 < simulated(0, 1) < 10 < simulated(2, 256)
+
+
+@pytest.mark.parametrize(
+    ("config", "one_pass", "fused"),
+    [
+        (DFlashConfig(type="dflash", draft_vocab_size=128, num_layers=2), True, 3),
+        (Eagle3Config(type="eagle3", draft_vocab_size=128), False, 3),
+        (DraftModelConfig(type="draft_model"), False, 0),
+    ],
+)
+def test_the_simulator_is_told_of_the_drafter_as_it_is(
+    config: DrafterModelConfig, one_pass: bool, fused: int, tmp_path: Path
+) -> None:
+    model = resolve_model("tiny:llama")
+    target = TargetSpec.from_pretrained(model)
+    drafter = build_drafter(config, target, seed=0)
+    drafter.start_from(model)
+    drafter.save(tmp_path / "drafter", torch.float32)
+    cost = roofline(options(), EngineSetup(model, [[1, 2]], RolloutConfig(), drafter, tmp_path / "drafter"))
+    described, sizes = cost["models"][cost["drafter"]], drafter.shape.sizes
+    assert (described["layers"], described["hidden"]) == (sizes.num_layers, sizes.hidden_size)
+    assert (described["one_pass"], described["fused"]) == (one_pass, fused * target.hidden_size)
+    assert described["vocabulary"] == (128 if fused else target.vocab_size)
 
 
 def test_steps_without_drafts_are_measured_too_and_rates_fall_by_position(shape: Path, tmp_path: Path) -> None:
