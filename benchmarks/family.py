@@ -18,20 +18,23 @@ from cotrain.process.scratch import scratch_folder
 from cotrain.transport.features import read_shard
 from drafters.base import TargetSpec
 from drafters.build import build_drafter, shape_problems
-from drafters.config import DrafterModelConfig, DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import DFlashConfig, DrafterModelConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.files import read_config
 from tests.engine.conftest import LiveEngine, make_requests, tokens
 
-KINDS = (Eagle3Config(type="eagle3", draft_vocab_size=128), MtpConfig(type="mtp"), DraftModelConfig(type="draft_model"))
+KINDS = (
+    Eagle3Config(type="eagle3", draft_vocab_size=128), DFlashConfig(type="dflash", draft_vocab_size=128), MtpConfig(type="mtp"),
+    DraftModelConfig(type="draft_model"),
+)  # fmt: skip
 
 
-def kinds_for(folder: Path, limits: list[str]) -> list[DrafterModelConfig]:
-    """Return the drafters that can be trained for the policy in `folder`. The reasons against the others are added to limits."""
+def kinds_for(folder: Path, limits: list[tuple[str, str]]) -> list[DrafterModelConfig]:
+    """Return the drafters that can be trained for the policy in `folder`. The others are added to limits, with the reason."""
     config, target = read_config(folder), TargetSpec.from_pretrained(folder)
     kinds = [kind for kind in KINDS if drafting_refusal(config, kind.type, on_cpu=True) is None]
     for kind in kinds:
         if problems := shape_problems(kind, target):
-            limits.append(f"no {kind.type}: {problems[0].removeprefix('drafter.model.type: ').partition(';')[0]}")
+            limits.append((kind.type, problems[0].removeprefix("drafter.model.type: ").partition(";")[0]))
     return [kind for kind in kinds if not shape_problems(kind, target)]
 
 

@@ -47,12 +47,12 @@ def check(name: str, only_first: bool) -> dict[str, Any]:
     dtype = "bfloat16" if has_gated_delta_net(config) else "float32"
     if reason := config_problem(config) or "; ".join(serving_problems(folder, True, dtype, "rollout.dtype", {})):
         return {"refused": reason}
-    from benchmarks.family import check_drafter, check_policy, kinds_for
+    from benchmarks.family import KINDS, check_drafter, check_policy, kinds_for
 
     row: dict[str, Any] = {"dtype": dtype, "drafters": [], "limits": []}
-    for kind in ("eagle3", "mtp", "draft_model"):
-        if reason := drafting_refusal(config, kind, on_cpu=True):
-            row["limits"].append(f"no {kind}: {reason}")
+    for of in KINDS:
+        if reason := drafting_refusal(config, of.type, on_cpu=True):
+            row["limits"].append((of.type, reason))
     kinds = kinds_for(folder, row["limits"])
     row |= check_policy(folder, dtype, kinds[0] if kinds else None)
     for kind in kinds[:1] if only_first else kinds:
@@ -87,7 +87,12 @@ def line(name: str, row: dict[str, Any]) -> str:
     error = ", ".join(f"{value:.0e}" for value in row["log_probs"])
     tap = "" if row["tap"] is None else f"{row['tap']:.0e}"
     found = f"{row['found']} of {row['tensors']}"
-    limits = re.sub(r" \([^()]*, [^()]*\)", "", "; ".join(row["limits"]))  # without the lists of other families
+    kinds: dict[str, list[str]] = {}
+    for kind, reason in row["limits"]:
+        kinds.setdefault(re.sub(r" \([^()]*, [^()]*\)", "", reason), []).append(
+            kind
+        )  # without the lists of other families
+    limits = "; ".join(f"no {', '.join(those)}: {reason}" for reason, those in kinds.items())
     precision = " (bfloat16)" if row["dtype"] == "bfloat16" else ""
     return f"| {family} | {error}{precision} | {tap} | {', '.join(row['drafters'])} | {found} | {limits} |"
 
