@@ -6,7 +6,8 @@
 
 Each arm trains until its processor time or its updates are spent, with the same order of batches for a seed, and prints a Markdown
 row: objective, updates, processor seconds, and the acceptance length expected on held-out rollouts at temperature 1, for drawn drafts
-and for the likeliest.
+and for the likeliest. With --results, arms of several processes are put together: rows are appended to that file, and the last table
+has the means over all its seeds, each with its standard error.
 
 Objectives: `acceptance` is cotrain's own. `token` is the cross-entropy with the rollout's token, as in the DFlash paper and SpecForge,
 and `argmax` that with the target's likeliest token, as in vllm-project/speculators; both weigh position j by exp(-j / 4).
@@ -14,6 +15,7 @@ and `argmax` that with the target's likeliest token, as in vllm-project/speculat
 
 import argparse
 import itertools
+import json
 import math
 import random
 import sys
@@ -21,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -54,7 +57,7 @@ def arms(vocabulary: int, depth: int) -> dict[str, DrafterModelConfig]:
     }
 
 
-def main() -> int:
+def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "run", type=Path, help="run folder of a `cotrain init`, which may have been stopped once its text was there"
@@ -72,7 +75,13 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=7, help="length of a block (default %(default)s)")
     names = [*arms(4096, 7)]
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"{', '.join(names)} (default all)")
-    args = parser.parse_args()
+    parser.add_argument("--results", type=Path, help="JSON lines, for the table of means")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="of the trained drafters, for `cotrain bench`")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parsed_arguments()
     torch.set_num_threads(1)
     text = read_text(args.run)
     spec = TargetSpec.from_pretrained(text.model)
@@ -82,9 +91,8 @@ def main() -> int:
     print(f"{len(text.training)} rollouts, {tokens} response tokens; {len(text.held_out)} rollouts held out")
     known, columns = arms(args.vocabulary, args.depth), [("drawn", DRAWN, k) for k in LENGTHS]
     columns += [("likeliest", LIKELIEST, k) for k in LENGTHS[1:]]
-    print(
-        f"| drafter | objective | seed | updates | CPU s | {' | '.join(f'{how}, k = {k}' for how, _, k in columns)} |"
-    )
+    heads = [f"{how}, k = {k}" for how, _, k in columns]
+    print(f"| drafter | objective | seed | updates | CPU s | {' | '.join(heads)} |")
     print("|---|---|" + "--:|" * (len(columns) + 3))
     for seed, name, objective in itertools.product(args.seeds, args.arms or known, args.objectives):
         drafter, started = build_drafter(known[name], spec, seed), time.process_time()
@@ -94,7 +102,37 @@ def main() -> int:
         lengths = [length(drafter, text.held_out, target, sampling, k) for _, sampling, k in columns]
         cells = " | ".join(f"{value:.3f}" if value else "" for value in lengths)
         print(f"| {name} | {objective} | {seed} | {updates} | {spent:.0f} | {cells} |", flush=True)
+        if args.results:
+            row = {"drafter": name, "objective": objective, "seed": seed, "updates": updates, "cpu_s": spent}
+            with args.results.open("a") as file:
+                file.write(json.dumps(row | dict(zip(heads, lengths, strict=True))) + "\n")
+        if args.save:
+            folder = args.save / f"{name.replace(', ', '-').replace(' ', '-')}-{objective}-{seed}"
+            drafter.save(folder, torch.float32)
+    if args.results:
+        print("\n" + table_of_means([json.loads(line) for line in args.results.read_text().splitlines()], heads))
     return 0
+
+
+def table_of_means(rows: list[dict[str, Any]], heads: list[str]) -> str:
+    """Return a Markdown table of the means over seeds, with standard errors where there are several."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["drafter"], row["objective"]), []).append(row)
+
+    def cell(values: list[float | None]) -> str:
+        known = [value for value in values if value]
+        if len(known) < 2:
+            return "".join(f"{value:.3f}" for value in known)
+        return f"{fmean(known):.3f} ± {stdev(known) / len(known) ** 0.5:.3f}"
+
+    lines = [f"| drafter | objective | seeds | updates | CPU s | {' | '.join(heads)} |"]
+    lines.append("|---|---|" + "--:|" * (len(heads) + 3))
+    for (name, objective), own in groups.items():
+        updates, seconds = (round(fmean(row[field] for row in own)) for field in ("updates", "cpu_s"))
+        cells = " | ".join(cell([row[head] for row in own]) for head in heads)
+        lines.append(f"| {name} | {objective} | {len(own)} | {updates} | {seconds} | {cells} |")
+    return "\n".join(lines)
 
 
 @dataclass

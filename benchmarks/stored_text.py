@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 from cotrain.config.load import parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import resolve_model
+from cotrain.run.rows import read_rows
 from cotrain.transport.features import FeatureRecord
 from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
-from pipelines.initialise.sources import Corpus, StoredRollout, split
+from pipelines.initialise.sources import FILE, StoredRollout, split
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,20 @@ class StoredText:
         return torch.bincount(tokens, minlength=vocab_size)
 
 
+def read_rollouts(run: Path) -> tuple[Path, list[StoredRollout], list[StoredRollout]]:
+    """Return the folder of a run's policy, and its rollouts to train on and held out. run: a folder of `cotrain init`."""
+    config = parse_config(json.loads((run / "config.json").read_text()))
+    _, *parts = read_rows(run / FILE)  # a Corpus could be appended to, and writes its file anew
+    rollouts = [StoredRollout(**rollout) for part in parts for rollout in part["rollouts"]]
+    training, held_out = split(rollouts, config.rollout.samples_per_prompt)
+    return resolve_model(config.policy.model), training, held_out
+
+
 @torch.no_grad()
 def read_text(run: Path) -> StoredText:
     """Compute hidden states as the engine's tap has them, with transformers in float32, for the run's own drafter. run: a folder of `cotrain init`."""
     config = parse_config(json.loads((run / "config.json").read_text()))
-    folder, rollout = resolve_model(config.policy.model), config.rollout
+    rollout, (folder, *parts) = config.rollout, read_rollouts(run)
     assert config.drafter is not None
     aux_layers = build_drafter(config.drafter.model, TargetSpec.from_pretrained(folder), 0).serving.aux_layers
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -50,6 +60,5 @@ def read_text(run: Path) -> StoredText:
         mask = torch.arange(len(tokens)) < len(tokens) - 1
         return FeatureRecord(tokens, aux, states[-1][0], mask, prompt_length, 0, sampling, aux_layers)
 
-    parts = split(Corpus(run, {}).rollouts, rollout.samples_per_prompt)
     training, held_out = ([record for record in map(features, part) if record.is_trainable] for part in parts)
     return StoredText(config, folder, training, held_out)
