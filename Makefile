@@ -42,9 +42,11 @@ test: $(STAMP) ## lint, then all tests but the long ones
 	echo "make test: $$((SECONDS - started)) s"
 
 test-long: $(STAMP) ## other forms of what the tests prove, and long runs, some on several Ray nodes of this machine
-	$(BIN)/python -m pytest -q -m long --ignore tests/engine/test_isolation.py
+	started=$$SECONDS
+	$(BIN)/python -m pytest -q -m long --ignore tests/engine/test_isolation.py --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	# By itself, because a process that has had a private Ray cannot start a cluster of several nodes.
 	$(BIN)/python -m pytest -q -m long tests/engine/test_isolation.py
+	echo "make test-long: $$((SECONDS - started)) s"
 
 test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (1 GB, once)
 	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM)

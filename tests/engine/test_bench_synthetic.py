@@ -89,7 +89,8 @@ def test_the_simulator_takes_what_was_measured(
     _, report, calibration = measured
     (tmp_path / "system.toml").write_text(SYSTEM)
     cost = load_system([tmp_path / "system.toml", calibration]).cost
-    assert (cost.type, cost.gpu, cost.model, cost.drafter) == ("roofline", "h100-sxm", "shape", "eagle3")
+    assert (cost.type, cost.gpu, cost.model, cost.drafter) == ("roofline", "h100-sxm", "shape", "drafter")
+    assert cost.models["drafter"].source == "config.json of the eagle3 drafter"
     assert {(k, batch) for k, batch, _ in cost.cells} == {(k, batch) for k in range(3) for batch in BATCHES}
     times = cost.step_times()
     for batch in BATCHES:
