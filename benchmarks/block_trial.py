@@ -37,6 +37,7 @@ from cotrain.transport.features import FeatureRecord
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import DraftBatch, align
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
+from drafters.block.model import DFlashDrafter
 from drafters.build import build_drafter
 from drafters.config import DFlashConfig, DrafterModelConfig, Eagle3Config
 from drafters.losses import Teacher, acceptances, drafter_loss
@@ -75,6 +76,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=7, help="length of a block (default %(default)s)")
     names = [*arms(4096, 7)]
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"{', '.join(names)} (default all)")
+    parser.add_argument("--random-start", action="store_true", help="block drafters begin without their first weights")
     parser.add_argument("--results", type=Path, help="JSON lines, for the table of means")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="of the trained drafters, for `cotrain bench`")
     return parser.parse_args()
@@ -83,6 +85,8 @@ def parsed_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parsed_arguments()
     torch.set_num_threads(1)
+    if args.random_start:
+        DFlashDrafter._start_near = lambda self, batch, target: None  # type: ignore[method-assign]
     text = read_text(args.run)
     spec = TargetSpec.from_pretrained(text.model)
     target = read_target_weights(text.model, 0, spec, "cpu")
@@ -94,6 +98,7 @@ def main() -> int:
     heads = [f"{how}, k = {k}" for how, _, k in columns]
     print(f"| drafter | objective | seed | updates | CPU s | {' | '.join(heads)} |")
     print("|---|---|" + "--:|" * (len(columns) + 3))
+    start = ", random start" * args.random_start
     for seed, name, objective in itertools.product(args.seeds, args.arms or known, args.objectives):
         drafter, started = build_drafter(known[name], spec, seed), time.process_time()
         budget = Budget(args.cpu_seconds, args.updates)
@@ -101,9 +106,9 @@ def main() -> int:
         spent = time.process_time() - started
         lengths = [length(drafter, text.held_out, target, sampling, k) for _, sampling, k in columns]
         cells = " | ".join(f"{value:.3f}" if value else "" for value in lengths)
-        print(f"| {name} | {objective} | {seed} | {updates} | {spent:.0f} | {cells} |", flush=True)
+        print(f"| {name}{start} | {objective} | {seed} | {updates} | {spent:.0f} | {cells} |", flush=True)
         if args.results:
-            row = {"drafter": name, "objective": objective, "seed": seed, "updates": updates, "cpu_s": spent}
+            row = {"drafter": name + start, "objective": objective, "seed": seed, "updates": updates, "cpu_s": spent}
             with args.results.open("a") as file:
                 file.write(json.dumps(row | dict(zip(heads, lengths, strict=True))) + "\n")
         if args.save:

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from drafters.alignment import Alignment, DraftBatch
 from drafters.aux_layers import AUX_LAYERS, check_aux_layers
 from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
+from drafters.block.attention import attend_blocks
 from drafters.block.first_weights import attend_to_newest, regression
 from drafters.config import DFlashConfig
 from drafters.files import read_config
 from drafters.rotary import for_drafter, inverse_frequencies
 from drafters.target import other_values
-from drafters.unroll import MLP, Attention, attend, in_chunks, recomputed
+from drafters.unroll import MLP, Attention, in_chunks, recomputed
 from drafters.vocabulary import choose_tokens, to_maps, to_tokens
 
 SUPPORTED: dict[str, object] = {
@@ -187,32 +188,15 @@ class DFlashDrafter(Drafter):
         ids = torch.full((len(alignment.start_rows), first + depth), self.shape.mask_token_id, device=rows.device)
         ids[:, 0] = batch.token_ids[alignment.input_rows(0)]
         hidden = target.embedding.detach()[ids].to(dtype)  # [S, B, H]
+        positions = batch.positions[alignment.start_rows][:, None] + 1 + torch.arange(first + depth, device=rows.device)
         for layer in [cast(BlockLayer, layer) for layer in self.layers]:
-            own = recomputed(layer.self_attn.keys_and_values, context, batch.positions[rows])
-            (hidden,) = in_chunks(self._read_blocks, hidden, [], layer, batch, alignment, own)
+            read = recomputed(layer.self_attn.keys_and_values, context, batch.positions[rows])
+            queries, keys, values = in_chunks(_project, hidden, [positions], layer)
+            attended = attend_blocks(queries, read, (keys, values), alignment, self.shape.causal)
+            (hidden,) = in_chunks(_finish, hidden, [attended], layer)
         hidden = self.norm(hidden)
         head = self.lm_head.weight if self.shape.has_head else target.head
         return [hidden[:, row] for row in range(first, first + depth)], head
-
-    def _read_blocks(
-        self, layer: BlockLayer, batch: DraftBatch, alignment: Alignment, context: tuple[Tensor, Tensor], starts: slice,
-        hidden: Tensor,
-    ) -> tuple[Tensor]:  # fmt: skip
-        """Return the output [S, B, H] of a layer for the blocks of some starts, which see their own context and block."""
-        attention, num_rows = layer.self_attn, hidden.shape[1]
-        first = batch.positions[alignment.start_rows[starts]] + 1
-        positions = (first[:, None] + torch.arange(num_rows, device=first.device)).flatten()
-        x = layer.input_layernorm(hidden).flatten(0, 1)
-        queries, keys, values = attention.queries(x, positions), *attention.keys_and_values(x, positions)
-        queries, keys, values = (tensor.unflatten(0, (-1, num_rows)).unbind(1) for tensor in (queries, keys, values))
-        whole_text = torch.zeros_like(first)
-        attended = []
-        for row in range(num_rows):
-            seen = row + 1 if self.shape.causal else num_rows
-            own = list(keys[:seen]), list(values[:seen])
-            attended.append(attend(queries[row], *context, *own, alignment, starts, whole_text))
-        hidden = hidden + attention.output(torch.stack(attended, 1).flatten(0, 1), x).view_as(hidden)
-        return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)),)
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
@@ -268,6 +252,19 @@ class DFlashDrafter(Drafter):
         self.spread.fill_(1.0)
         if self.has_map:
             self.d2t.zero_()
+
+
+def _project(layer: BlockLayer, _: slice, hidden: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values [S, B, heads, D] of the rows [S, B, H] of some starts' blocks, at positions [S, B]."""
+    x, at = layer.input_layernorm(hidden).flatten(0, 1), positions.flatten()
+    rows = layer.self_attn.queries(x, at), *layer.self_attn.keys_and_values(x, at)
+    return tuple(tensor.unflatten(0, positions.shape) for tensor in rows)
+
+
+def _finish(layer: BlockLayer, _: slice, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
+    """Return the output [S, B, H] of a layer."""
+    hidden = hidden + layer.self_attn.output(attended.flatten(0, 1), hidden).view_as(hidden)
+    return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)),)
 
 
 def _ones(shape: DFlashShape) -> Tensor:
