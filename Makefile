@@ -43,7 +43,8 @@ test: $(STAMP) ## lint, then all tests but the long ones
 
 test-long: $(STAMP) ## other forms of what the tests prove, and long runs, some on several Ray nodes of this machine
 	started=$$SECONDS
-	$(BIN)/python -m pytest -q -m long --ignore tests/engine/test_isolation.py --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m 'long and not alone' --ignore tests/engine/test_isolation.py --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m 'long and alone'
 	# By itself, because a process that has had a private Ray cannot start a cluster of several nodes.
 	$(BIN)/python -m pytest -q -m long tests/engine/test_isolation.py
 	echo "make test-long: $$((SECONDS - started)) s"

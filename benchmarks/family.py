@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.worker import EngineWorker
-from cotrain.models.capability import drafting_refusal
+from cotrain.models.capability import drafter_problems
 from cotrain.policy.sharding import whole_tensors
 from cotrain.process.scratch import scratch_folder
 from cotrain.transport.features import read_shard
 from drafters.base import TargetSpec
-from drafters.build import build_drafter, shape_problems
+from drafters.build import build_drafter
 from drafters.config import DFlashConfig, DrafterModelConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.files import read_config
 from tests.engine.conftest import LiveEngine, make_requests, tokens
@@ -29,13 +29,16 @@ KINDS = (
 
 
 def kinds_for(folder: Path, limits: list[tuple[str, str]]) -> list[DrafterModelConfig]:
-    """Return the drafters that can be trained for the policy in `folder`. The others are added to limits, with the reason."""
-    config, target = read_config(folder), TargetSpec.from_pretrained(folder)
-    kinds = [kind for kind in KINDS if drafting_refusal(config, kind.type, on_cpu=True) is None]
-    for kind in kinds:
-        if problems := shape_problems(kind, target):
-            limits.append((kind.type, problems[0].removeprefix("drafter.model.type: ").partition(";")[0]))
-    return [kind for kind in kinds if not shape_problems(kind, target)]
+    """Return the drafters that can be trained and served for the policy in `folder`. The others are added to limits, with the reason."""
+    config, found = read_config(folder), list[DrafterModelConfig]()
+    for kind in KINDS:
+        if problems := drafter_problems(config, folder, kind, on_cpu=True):
+            limits.append(
+                (kind.type, problems[0].removeprefix("drafter.model.").removeprefix("type: ").partition(";")[0])
+            )
+        else:
+            found.append(kind)
+    return found
 
 
 def check_policy(folder: Path, dtype: str, kind: DrafterModelConfig | None) -> dict[str, Any]:

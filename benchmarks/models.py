@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from cotrain.models.capability import drafting_refusal, has_gated_delta_net
+from cotrain.models.capability import has_gated_delta_net
 from cotrain.models.loading import RANDOM_MODELS, built, config_problem, serving_problems
 from cotrain.process import threads
 from drafters.files import read_config, text_fields
@@ -47,12 +47,9 @@ def check(name: str, only_first: bool) -> dict[str, Any]:
     dtype = "bfloat16" if has_gated_delta_net(config) else "float32"
     if reason := config_problem(config) or "; ".join(serving_problems(folder, True, dtype, "rollout.dtype", {})):
         return {"refused": reason}
-    from benchmarks.family import KINDS, check_drafter, check_policy, kinds_for
+    from benchmarks.family import check_drafter, check_policy, kinds_for
 
     row: dict[str, Any] = {"dtype": dtype, "drafters": [], "limits": []}
-    for of in KINDS:
-        if reason := drafting_refusal(config, of.type, on_cpu=True):
-            row["limits"].append((of.type, reason))
     kinds = kinds_for(folder, row["limits"])
     row |= check_policy(folder, dtype, kinds[0] if kinds else None)
     for kind in kinds[:1] if only_first else kinds:

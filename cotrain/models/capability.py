@@ -5,6 +5,7 @@ A policy is accepted when vLLM serves it and transformers trains it. Those refus
 
 import ast
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -87,10 +88,29 @@ def drafter_problems(config: Mapping[str, Any], folder: Path, drafter: DrafterMo
 
     if reason := drafting_refusal(config, drafter.type, on_cpu):
         return [f"drafter.model.type: {reason}; `cotrain models {folder}` says what can draft"]
+    if (
+        (layers := getattr(drafter, "num_layers", 1)) > 1
+        and drafter.type != "draft_model"
+        and _in_several_groups(config, layers)
+    ):
+        fix = "vLLM would part them into several groups of the KV cache, beside this policy's layers with sliding windows; use 1"
+        return [f"drafter.model.num_layers: {layers} layers cannot be served: {fix}"]
     target = TargetSpec.from_config(dict(config), folder)
     knows_tokens = (folder / "tokenizer.json").is_file()  # a policy that is only looked at may have none here
     unused = unused_token_id(folder, target.vocab_size) if knows_tokens else target.vocab_size - 1
     return shape_problems(drafter, replace(target, unused_token_id=unused))
+
+
+def _in_several_groups(config: Mapping[str, Any], layers: int) -> bool:
+    """Return whether vLLM (0.32, `_get_kv_cache_groups_uniform_page_size`) parts a drafter's layers, which see the whole text.
+
+    All groups have as many layers as the kind with the fewest, or as that with the most if it has less than half as many again.
+    """
+    types = Counter(text_fields(config).get("layer_types") or ())
+    if not types["sliding_attention"] or not types["full_attention"]:
+        return False
+    whole, windows = types["full_attention"] + layers, types["sliding_attention"]
+    return whole >= 1.5 * windows
 
 
 def has_gated_delta_net(config: Mapping[str, Any]) -> bool:

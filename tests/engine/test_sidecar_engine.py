@@ -107,6 +107,7 @@ TRAINER = (
 )  # fmt: skip
 
 
+@pytest.mark.alone  # its trainer has the lowest priority, and a deadline
 @pytest.mark.long  # test_sidecar_server.py has a host in processes of its own
 def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow_database: Path) -> None:
     """The engine core and the worker are processes of their own, and so is the trainer.

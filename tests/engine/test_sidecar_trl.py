@@ -17,6 +17,7 @@ from tests.sidecar_parts import host_environment
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.long,  # test_sidecar_server.py has a host in processes of its own
+    pytest.mark.alone,  # its trainer has the lowest priority, and a deadline
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL comes with the dev extra; run `make setup` again"),
 ]
 

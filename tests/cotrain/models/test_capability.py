@@ -2,8 +2,16 @@
 
 import pytest
 
-from cotrain.models.capability import class_in_transformers, class_in_vllm, drafting_refusal, refusal
-from cotrain.models.loading import RANDOM_MODELS
+from cotrain.models.capability import (
+    class_in_transformers,
+    class_in_vllm,
+    drafter_problems,
+    drafting_refusal,
+    refusal,
+)
+from cotrain.models.loading import RANDOM_MODELS, built
+from drafters.config import DFlashConfig
+from drafters.files import read_config
 
 WITHOUT_AUX_STATES = {"glm4_moe", "glm4_moe_lite", "glm4", "gemma3", "granitemoe", "exaone4"}
 REFUSED = {"nemotron_h": "vLLM pull 48284", "lfm2": "log-probs differ by 0.5"}
@@ -32,6 +40,26 @@ def test_eagle3_needs_a_class_with_aux_hidden_states(name: str) -> None:
 def test_latent_attention_takes_no_drafter_with_plain_attention_on_a_cpu() -> None:
     for kind, refused in (("eagle3", True), ("draft_model", True), ("mtp", False)):
         assert (drafting_refusal(config_of("deepseek_v3"), kind, on_cpu=True) is not None) == refused
+
+
+@pytest.mark.parametrize(
+    ("windows", "whole", "layers", "refused"),
+    [(4, 4, 2, True), (4, 4, 1, False), (12, 12, 5, False), (12, 12, 6, True), (40, 8, 5, False), (0, 8, 5, False)],
+)
+def test_layers_that_vllm_would_part_into_groups_are_refused_before_an_engine_starts(
+    windows: int, whole: int, layers: int, refused: bool
+) -> None:
+    types = ["sliding_attention"] * windows + ["full_attention"] * whole
+    config = read_config(folder := built("tiny:gpt_oss")) | {"num_hidden_layers": len(types), "layer_types": types}
+    found = drafter_problems(config, folder, DFlashConfig(type="dflash", num_layers=layers), on_cpu=True)
+    assert [problem.partition(";")[0] for problem in found] == (
+        [
+            f"drafter.model.num_layers: {layers} layers cannot be served: vLLM would part them into several groups of the KV cache, "
+            "beside this policy's layers with sliding windows"
+        ]
+        if refused
+        else []
+    )
 
 
 def test_layers_with_another_state_than_gated_delta_nets_are_refused_in_every_family() -> None:
