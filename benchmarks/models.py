@@ -86,9 +86,8 @@ def line(name: str, row: dict[str, Any]) -> str:
     found = f"{row['found']} of {row['tensors']}"
     kinds: dict[str, list[str]] = {}
     for kind, reason in row["limits"]:
-        kinds.setdefault(re.sub(r" \([^()]*, [^()]*\)", "", reason), []).append(
-            kind
-        )  # without the lists of other families
+        short = re.sub(r" \([^()]*, [^()]*\)", "", reason)  # without the lists of other families
+        kinds.setdefault(short, []).append(kind)
     limits = "; ".join(f"no {', '.join(those)}: {reason}" for reason, those in kinds.items())
     precision = " (bfloat16)" if row["dtype"] == "bfloat16" else ""
     return f"| {family} | {error}{precision} | {tap} | {', '.join(row['drafters'])} | {found} | {limits} |"
