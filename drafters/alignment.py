@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ANCHOR_RUN = 16  # starts that `Alignment.sampled` draws together
+
 
 @dataclass(frozen=True)
 class DraftBatch:
@@ -81,9 +83,16 @@ class Alignment:
         return replace(self, start_rows=rows, starts_in_context=at, spans=spans)
 
     def sampled(self, share: float, generator: torch.Generator) -> "Alignment":
-        """Return a random share of the starts, at least one, over the same context."""
+        """Return a random share of the starts, at least one, over the same context, in runs of starts that follow one another.
+
+        Starts of a run share their target rows: k draft positions after a run of n starts need n + k - 1 of the target's
+        distributions and not n k, and these cost more than the drafter (docs/measurements/block.md).
+        """
         num_starts = len(self.start_rows)
-        drawn = torch.randperm(num_starts, generator=generator)[: max(1, round(share * num_starts))].sort().values
+        wanted = max(1, round(share * num_starts))
+        runs = torch.arange(num_starts).split(min(ANCHOR_RUN, wanted))
+        order = torch.randperm(len(runs), generator=generator).tolist()
+        drawn = torch.cat([runs[i] for i in order])[:wanted].sort().values
         before = torch.searchsorted(
             drawn, torch.tensor([stop for _, starts in self.spans for stop in (starts.start, starts.stop)])
         )

@@ -99,3 +99,12 @@ def test_a_share_of_the_starts_keeps_the_context_and_the_rollout_of_each():
         inside = sampled.starts_in_context[starts]
         assert ((inside >= context.start) & (inside < context.stop)).all()
     assert len(alignment.sampled(1e-9, torch.Generator()).start_rows) == 1
+
+
+def test_starts_that_are_drawn_together_share_their_target_rows():
+    alignment = align(make_batch((4, 300, 0), (4, 300, 0)), 5)
+    sampled = alignment.sampled(0.25, torch.Generator().manual_seed(0))
+    rows = torch.cat([sampled.target_rows(position) for position in range(5)])
+    assert len(rows.unique()) < 1.5 * len(sampled.start_rows) < 0.4 * len(rows)
+    other = alignment.sampled(0.25, torch.Generator().manual_seed(1))
+    assert not torch.equal(other.start_rows, sampled.start_rows)
