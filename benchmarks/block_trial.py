@@ -34,7 +34,7 @@ from cotrain.optimizer import MAX_GRAD_NORM
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord
-from drafters.acceptance import rollout_acceptance
+from drafters.acceptance import StartAcceptance, rollout_acceptance
 from drafters.alignment import DraftBatch, align
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.block.model import DFlashDrafter
@@ -104,7 +104,8 @@ def main() -> int:
         budget = Budget(args.cpu_seconds, args.updates)
         updates = train(drafter, text, target, seed, budget, objective, args.anchors)
         spent = time.process_time() - started
-        lengths = [length(drafter, text.held_out, target, sampling, k) for _, sampling, k in columns]
+        parts = {how: compared(drafter, text.held_out, target, how) for how in (DRAWN, LIKELIEST)}
+        lengths = [length(parts[sampling], k) for _, sampling, k in columns]
         cells = " | ".join(f"{value:.3f}" if value else "" for value in lengths)
         print(f"| {name}{start} | {objective} | {seed} | {updates} | {spent:.0f} | {cells} |", flush=True)
         if args.results:
@@ -214,15 +215,15 @@ def _rate(share: float) -> float:
     return min(max(share, 0.01) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 
-def length(
-    drafter: Drafter, records: Sequence[FeatureRecord], target: TargetWeights, sampling: SamplingParams, k: int
-) -> float | None:
+def compared(
+    drafter: Drafter, records: Sequence[FeatureRecord], target: TargetWeights, sampling: SamplingParams
+) -> list[StartAcceptance]:
+    return [acceptances([drafter], rows, target, sampling)[0] for rows, _ in batches_of(records, BATCH_TOKENS)]
+
+
+def length(parts: list[StartAcceptance], k: int) -> float | None:
     """The acceptance length that an engine would count; None if the drafter was not trained for k draft tokens."""
-    if k > drafter.shape.trained_depth:
-        return None
-    batches: list[DraftBatch] = [rows for rows, _ in batches_of(records, BATCH_TOKENS)]
-    parts = [acceptances([drafter], batch, target, sampling)[0] for batch in batches]
-    return 1.0 + sum(rollout_acceptance(parts, k).rates())
+    return 1.0 + sum(rollout_acceptance(parts, k).rates()) if k <= len(parts[0].probability) else None
 
 
 if __name__ == "__main__":
