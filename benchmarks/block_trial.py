@@ -170,13 +170,15 @@ def objective_loss(
     alignment = align(batch, drafter.shape.trained_depth).sampled(anchors, generator)
     states, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, DRAWN)
+    compared_rows = torch.cat([alignment.target_rows(position) for position in range(len(states))]).unique()
+    likeliest_of = (batch.final_hidden[compared_rows] @ target.head.T).argmax(-1) if objective == "argmax" else None
     total, weights = head.new_zeros(()), 0.0
     for position, hidden in enumerate(states):
         chosen, rows = hidden[alignment.supervised[position]], alignment.target_rows(position)
-        if objective == "token":
+        if likeliest_of is None:
             wanted = teacher.drawn_draft_ids(rows)
         else:
-            likeliest = (batch.final_hidden[rows] @ target.head.T).argmax(-1)
+            likeliest = likeliest_of[torch.searchsorted(compared_rows, rows)]
             wanted = torch.searchsorted(drafter.draft_to_target, likeliest).clamp(max=len(drafter.draft_to_target) - 1)
             wanted = torch.where(drafter.draft_to_target[wanted] == likeliest, wanted, -1)
         weight = math.exp(-position / DECAY)
