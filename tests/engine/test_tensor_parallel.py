@@ -211,11 +211,11 @@ def test_both_ranks_have_the_hidden_states_and_log_probs_of_the_target(live: Liv
 def test_swaps_in_mid_generation_are_stamped_and_change_no_other_token(
     live: LiveEngine, policies: list[State], models: list[Any], drafters: list[State]
 ) -> None:
-    greedy, swaps = swap_while_generating(live, policies, drafters, False, temperature=0.0, seed=None)
+    greedy, swaps = swap_while_generating(live, policies, drafters, temperature=0.0, seed=None)
     assert swaps >= 3 and all(
         log_probs_of(rollout, models)[1].tolist() == rollout.token_ids for rollout in greedy.rollouts
     )
-    sampled, _ = swap_while_generating(live, policies, drafters, False)
+    sampled, _ = swap_while_generating(live, policies, drafters)
     for rollout in sampled.rollouts:
         assert len({segment.versions.policy for segment in rollout.segments}) > 1
         check_log_probs(rollout, log_probs_of(rollout, models)[0])
