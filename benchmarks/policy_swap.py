@@ -58,7 +58,7 @@ def measure_stages(model: Path, scratch: Path, dtype: str, rounds: int, ahead: b
         move(state)
         payload = timed(write_payload, "write", row)(state, scratch / "sent.safetensors", getattr(torch, dtype))
         if ahead:
-            timed(weights.check_ahead, "checked ahead", row)(payload.path, payload.digests)
+            timed(weights.check, "checked ahead", row)(payload.path, payload.digests)
         timed(weights.update, "all of the update", row)(payload.path, payload.digests, version)
         rows.append(dict(row))
     return rows

@@ -1,6 +1,6 @@
 """The one client of all rollout engines. All calls but `start`, `begin_generate` and `share_history` wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -42,7 +42,7 @@ class RolloutEngines(Replicas):
         super().__init__(cluster, nodes, config, current, watch)
         self._returning: list[int] = []  # restarted engines that wait for the learner's next update
         self._sharing: list[tuple[int, Reply[None]]] = []  # calls of `share_history` that may not have ended
-        self._settings: dict[Callable[..., Any], Callable[[int], Any]] = {}  # the last calls of `_set`, for one engine
+        self._draft_length: list[int | None] = []  # what was set last, if anything
 
     def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
@@ -81,8 +81,8 @@ class RolloutEngines(Replicas):
             path = f"{specs[other].scratch}/{HISTORY}"
             call(other, RolloutEngine.on_workers, EngineWorker.save_history, path)
             call(engine, RolloutEngine.on_workers, EngineWorker.load_history, self._nodes.bring(path, node))
-        for setting in self._settings.values():
-            setting(engine)
+        for num in self._draft_length:
+            call(engine, RolloutEngine.set_num_speculative_tokens, num)
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -226,13 +226,9 @@ class RolloutEngines(Replicas):
     # -- switches and caches -----------------------------------------------------------------------------------------
 
     def set_num_speculative_tokens(self, num: int | None) -> None:
-        """See RolloutEngine.set_num_speculative_tokens."""
-        self._set(RolloutEngine.set_num_speculative_tokens, num)
-
-    def _set(self, method: Method[P, T], *args: P.args, **options: P.kwargs) -> dict[int, T]:
-        """Make a call with a lasting effect, which an engine that is started again gets too."""
-        self._settings[method] = lambda engine: self.call(engine, method, *args, **options)
-        return self.call_all(method, *args, **options)
+        """See RolloutEngine.set_num_speculative_tokens. An engine that is started again gets it too."""
+        self._draft_length = [num]
+        self.call_all(RolloutEngine.set_num_speculative_tokens, num)
 
     def describe_speculation(self) -> list[str]:
         """See RolloutEngine.describe_speculation; of each engine."""

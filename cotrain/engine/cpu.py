@@ -18,20 +18,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from cotrain.engine.cpu_packing import unpack
-from cotrain.engine.interface import (
-    BLOCK_DRAFTER,
-    DRAFTING,
-    KERNELS,
-    KNOWN_VERSION,
-    LINEAR_ATTENTION,
-    MODEL_CLASS,
-    MOE_METHOD,
-    PROPOSER,
-    RUNNER,
-    SAMPLING,
-    moved,
-    wrap,
-)
+from cotrain.engine.interface import KNOWN_VERSION, RUNNER, moved, wrap
 from cotrain.process.children import follow_parent
 
 CPU_ARGUMENTS = {
@@ -40,6 +27,31 @@ CPU_ARGUMENTS = {
     # it. On a CPU vLLM replaces "uni" by processes to set OpenMP up for them; our environment has done that already.
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
+
+
+Patch = Callable[..., Any]
+
+PATCHES: dict[Patch, tuple[str, str]] = {}
+"""Our function -> (module or class, name) of the function that it replaces and gets as its first argument."""
+
+DRAFTING = "vllm.v1.spec_decode.llm_base_proposer"
+PROPOSER = f"{DRAFTING}:SpecDecodeBaseProposer"
+SAMPLING = "vllm.v1.sample.rejection_sampler"
+EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+BLOCK_DRAFTER = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model"
+MODEL_CLASS = "vllm.model_executor.models.registry:_LazyRegisteredModel"
+KERNELS = "vllm.triton_utils.dispatcher"
+
+
+def in_place_of(owner: str, name: str) -> Callable[[Patch], Patch]:
+    """Decorate a patch of this function of a module or class."""
+
+    def register(patch: Patch) -> Patch:
+        PATCHES[patch] = owner, name
+        return patch
+
+    return register
 
 
 class _Forked(ForkProcess):
@@ -73,6 +85,7 @@ def fork_engine_core() -> None:
     cores.get_mp_context = workers.get_mp_context = _Forking
 
 
+@in_place_of(KERNELS, "_rebind_kernels")
 def leave_llvmlite_out(original: Any, overrides: Any) -> None:
     """Keep vLLM's search for kernels away from llvmlite, which numba imports.
 
@@ -88,6 +101,7 @@ def leave_llvmlite_out(original: Any, overrides: Any) -> None:
         sys.modules.update(hidden)
 
 
+@in_place_of(SAMPLING, "expand_batch_to_tokens")
 def expand_batch_to_tokens(
     original: Any, x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Tensor:
@@ -104,6 +118,7 @@ def expand_batch_to_tokens(
     return torch.repeat_interleave(x, counts, output_size=num_tokens)
 
 
+@in_place_of(RUNNER, "sample_tokens")
 def spare_generators(original: Any, runner: Any, grammar_output: Any) -> Any:
     """Let a seeded request be prefilled in chunks.
 
@@ -120,6 +135,7 @@ def spare_generators(original: Any, runner: Any, grammar_output: Any) -> Any:
         batch.generators.update(spared)
 
 
+@in_place_of(PROPOSER, "_sample_draft_tokens")
 def sample_in_draft_vocabulary(
     original: Any, proposer: Any, hidden: Tensor, sampling_metadata: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -154,6 +170,7 @@ def draw(probs: Tensor, seeds: Tensor | None = None) -> Tensor:
     return torch.ops._C.fused_gumbel_argmax(probs.log(), seeds)
 
 
+@in_place_of(SAMPLING, "sample_recovered_tokens")
 def draw_recovered_tokens(
     original: Any,
     max_spec_len: int,
@@ -185,11 +202,13 @@ def draw_recovered_tokens(
     return draw(residual, seeds).to(draft_token_ids.dtype)
 
 
+@in_place_of(DRAFTING, "empty_exponential_noise_like")
 def no_noise(original: Any, probs: Tensor, *rest: Any) -> Tensor:
     """Leave out the noise that `draw_draft_tokens` has no use for."""
     return probs.new_empty(0)
 
 
+@in_place_of(DRAFTING, "sample_with_exponential_noise")
 def draw_draft_tokens(original: Any, probs: Tensor, noise: Tensor) -> Tensor:
     """Draw draft tokens with the plain sampler's kernel, for the same reason and as long as `draw_recovered_tokens` does.
 
@@ -198,6 +217,7 @@ def draw_draft_tokens(original: Any, probs: Tensor, noise: Tensor) -> Tensor:
     return draw(probs)
 
 
+@in_place_of(SAMPLING, "rejection_sample")
 def accept_at_rates(original: Any, *args: Any, **options: Any) -> Tensor:
     """Accept draft tokens at the rates of vLLM's synthetic acceptance, which the kernels of the CPU build refuse.
 
@@ -213,6 +233,7 @@ def accept_at_rates(original: Any, *args: Any, **options: Any) -> Tensor:
     return original(drafts, counts, most, ends, None, target, *rest, **options | {"synthetic_mode": False})
 
 
+@in_place_of(EXPERTS, "_setup_kernel")
 def pack_updated_experts(original: Any, method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
     """Pack the experts of a mixture after every update, not only after the first load.
 
@@ -226,6 +247,7 @@ def pack_updated_experts(original: Any, method: Any, layer: Any, w13: Tensor, w2
         method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
+@in_place_of(LINEAR_ATTENTION, "_spec_forward")
 def pad_short_drafts(
     original: Any, layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *caches: Any
 ) -> Tensor:
@@ -252,6 +274,7 @@ def pad_short_drafts(
     return original(layer, metadata, padded(mixed_qkv), padded(b), padded(a), *caches)[places]
 
 
+@in_place_of(BLOCK_DRAFTER, "_normalize_context_k")
 def norm_context_keys(original: Any, model: Any, keys: Tensor) -> Tensor:
     """Norm the keys of a block drafter's context by the weights of their own layer.
 
@@ -265,6 +288,7 @@ def norm_context_keys(original: Any, model: Any, keys: Tensor) -> Tensor:
     return torch.stack([rms_norm(rows, rows.shape[-1:], weight, model._rms_norm_eps) for rows, weight in of_layers])
 
 
+@in_place_of(BLOCK_DRAFTER, "_build_context_kv_buffers")
 def copy_packed_projections(original: Any, model: Any, attentions: list[Any], has_bias: bool) -> None:
     """Let a block drafter read its context with the matrices of an update.
 
@@ -286,6 +310,7 @@ TORCHVISION = (
 )
 
 
+@in_place_of(MODEL_CLASS, "load_model_cls")
 def load_without_torchvision(original: Any, entry: Any) -> Any:
     """Import one of vLLM's models where torchvision is absent, as beside our CPU build of torch, for which it brings CUDA libraries.
 
@@ -311,6 +336,7 @@ def load_without_torchvision(original: Any, entry: Any) -> Any:
             del sys.modules[name]
 
 
+@in_place_of(MODEL_CLASS, "inspect_model_cls")
 def inspect_here(original: Any, entry: Any) -> Any:
     """Look at one of vLLM's models in this process, as it is loaded with `load_without_torchvision` and as long as that is needed.
 
@@ -319,25 +345,6 @@ def inspect_here(original: Any, entry: Any) -> Any:
     from vllm.model_executor.models.registry import _ModelInfo
 
     return original(entry) if find_spec("torchvision") else _ModelInfo.from_model_cls(entry.load_model_cls())
-
-
-PATCHES: dict[Callable[..., Any], tuple[str, str]] = {
-    leave_llvmlite_out: (KERNELS, "_rebind_kernels"),
-    expand_batch_to_tokens: (SAMPLING, "expand_batch_to_tokens"),
-    spare_generators: (RUNNER, "sample_tokens"),
-    sample_in_draft_vocabulary: (PROPOSER, "_sample_draft_tokens"),
-    no_noise: (DRAFTING, "empty_exponential_noise_like"),
-    draw_draft_tokens: (DRAFTING, "sample_with_exponential_noise"),
-    accept_at_rates: (SAMPLING, "rejection_sample"),
-    draw_recovered_tokens: (SAMPLING, "sample_recovered_tokens"),
-    pack_updated_experts: (MOE_METHOD, "_setup_kernel"),
-    pad_short_drafts: (LINEAR_ATTENTION, "_spec_forward"),
-    norm_context_keys: (BLOCK_DRAFTER, "_normalize_context_k"),
-    copy_packed_projections: (BLOCK_DRAFTER, "_build_context_kv_buffers"),
-    load_without_torchvision: (MODEL_CLASS, "load_model_cls"),
-    inspect_here: (MODEL_CLASS, "inspect_model_cls"),
-}
-"""Our function -> (module or class, name) of the function that it replaces and gets as its first argument."""
 
 
 def apply_patches() -> None:
@@ -354,8 +361,8 @@ def apply_patches() -> None:
     correct()
 
 
-def correct() -> tuple[str, ...]:
-    """Apply the patches if this is a CPU build, whatever its version. Each is applied once a process. Returns their names.
+def correct() -> None:
+    """Apply the patches if this is a CPU build, whatever its version. Each is applied once a process.
 
     Raises AttributeError or ImportError when a function that one of them replaces is missing.
     """
@@ -368,9 +375,8 @@ def correct() -> tuple[str, ...]:
         getattr(pkgutil.resolve_name(owner), name)  # raises before any patch is applied
     for patch in patches:
         apply(patch)
-    return tuple(patch.__name__ for patch in patches)
 
 
-def apply(patch: Callable[..., Any]) -> None:
+def apply(patch: Patch) -> None:
     owner, name = PATCHES[patch]
     wrap(pkgutil.resolve_name(owner), name, patch)

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cached_property
-from itertools import islice
+from itertools import starmap
 from typing import Any
 
 from cotrain.acceptance_stats import counts_of_steps, total_counts
@@ -44,8 +44,9 @@ class RolloutEngine(UpdatableEngine):
         """Seconds of the last `generate` from when every request had its first token to the last token of all."""
         self._chooses = False  # does DraftLengths choose the draft length?
         self._batches = 0
-        self._entering: dict[int, tuple[list[RolloutRequest], asyncio.Future[Any]]] = {}
-        """Calls whose requests wait for those of other calls, by place; see `generate`."""
+        self._entering: dict[int, dict[str, RolloutRequest]] = {}
+        """Requests of calls that wait for those of other calls, by place; see `generate`."""
+        self._entered: asyncio.Future[tuple[dict[str, TapRequest], dict[str, Any]]] | None = None  # what they wait for
 
     # -- draft length ------------------------------------------------------------------------------------------------
 
@@ -93,18 +94,16 @@ class RolloutEngine(UpdatableEngine):
         """
         if overrides:
             await self.in_scheduler(DraftLengths.begin, False)
-        started = time.perf_counter()
+        started, named = time.perf_counter(), self._named(requests)
         try:
-            named, tapped, queues = await self._enter(requests, tap, together, overrides)
-            outputs = await self._outputs(named, queues, learns=True)
+            tapped, queues = await self._enter(named, tap, together, overrides)
+            rollouts, times = await self._ended(named, queues)
         finally:
             seconds = time.perf_counter() - started
             if overrides:
                 await self.in_scheduler(DraftLengths.begin)
-        times = [output.metrics for output in outputs]
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
-        rollouts = {n: self._rollout(r, output) for (n, r), output in zip(named.items(), outputs, strict=True)}
-        features, stats = await self._take_features(tapped, {name: rollouts[name] for name in tapped})
+        features, stats = await self._take_features({name: r for name, r in rollouts.items() if name in tapped})
         self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
         return RolloutBatch(
             rollouts=list(rollouts.values()),
@@ -116,29 +115,25 @@ class RolloutEngine(UpdatableEngine):
         )
 
     async def _enter(
-        self, requests: list[RolloutRequest], tap: float, together: tuple[int, int], overrides: dict[str, Any]
-    ) -> tuple[dict[str, RolloutRequest], dict[str, TapRequest], list[Any]]:
-        """Let the requests enter, with those of the other calls. Returns them and the tapped ones by name, and their outputs."""
+        self, named: dict[str, RolloutRequest], tap: float, together: tuple[int, int], overrides: dict[str, Any]
+    ) -> tuple[dict[str, TapRequest], dict[str, Any]]:
+        """Let requests enter, with those of the other calls. Returns what `_begin` does, of all of them."""
         place, number = together
-        entered = asyncio.get_running_loop().create_future()
-        self._entering[place] = requests, entered
+        self._entering[place] = named
+        entered = self._entered = self._entered or asyncio.get_running_loop().create_future()
         if len(self._entering) == number:
-            calls, self._entering = [self._entering[i] for i in range(number)], {}
+            calls, self._entering, self._entered = self._entering, {}, None
             try:
-                parts = await self._begin([own for own, _ in calls], tap, overrides)
+                together_named = {name: request for i in range(number) for name, request in calls[i].items()}
+                entered.set_result(await self._begin(together_named, tap, overrides))
             except Exception as error:  # each of the calls raises it
-                for _, future in calls:
-                    future.set_exception(error)
-            else:
-                for (_, future), part in zip(calls, parts, strict=True):
-                    future.set_result(part)
+                entered.set_exception(error)
         return await entered
 
     async def _begin(
-        self, groups: list[list[RolloutRequest]], tap: float, overrides: dict[str, Any]
-    ) -> list[tuple[dict[str, RolloutRequest], dict[str, TapRequest], list[Any]]]:
-        """Choose which requests are tapped, and let all enter. Returns what `_enter` does, for each group."""
-        named = self._named([request for group in groups for request in group])
+        self, named: dict[str, RolloutRequest], tap: float, overrides: dict[str, Any]
+    ) -> tuple[dict[str, TapRequest], dict[str, Any]]:
+        """Choose which requests are tapped, and let all enter. Returns the tapped ones, and the queue of each one's output."""
         tapped: dict[str, TapRequest] = {}
         if tap and self.spec.drafter_folder is not None:
             known = {
@@ -148,13 +143,7 @@ class RolloutEngine(UpdatableEngine):
             tapped = self._admission.choose(known, tap)
         if tapped:
             await self.on_workers(EngineWorker.start_tapping, tapped, self.spec.rollout.features.max_bytes)
-        running = zip(named.items(), await self._add(named, overrides, first_of_each_prompt(tapped)), strict=True)
-        parts = []
-        for group in groups:
-            own = list(islice(running, len(group)))
-            names = dict(item for item, _ in own)
-            parts.append((names, {name: tapped[name] for name in names if name in tapped}, [queue for _, queue in own]))
-        return parts
+        return tapped, await self._add(named, overrides, first_of_each_prompt(tapped))
 
     async def take_window(self) -> Window:
         """Return what the engine steps since the last call did, and what speculation gained."""
@@ -176,11 +165,11 @@ class RolloutEngine(UpdatableEngine):
             named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
             tapped = {name: TapRequest(name, len(request.prompt_token_ids), 0) for name, request in named.items()}
             await self.on_workers(EngineWorker.start_tapping, tapped, max_bytes)
-            await self._run(named, {"max_tokens": 1}, named)
+            await self._ended(named, await self._add(named, {"max_tokens": 1}, named))
             given = {}
             for name, (ids, length) in zip(named, group, strict=True):
                 given[name] = Rollout(name, 0, ids[:length], ids[length:], [], "", "length", self.versions, None)
-            shards += (await self._take_features(tapped, given))[0]
+            shards += (await self._take_features(given))[0]
         return shards
 
     def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
@@ -195,43 +184,46 @@ class RolloutEngine(UpdatableEngine):
     @property
     def _row_bytes(self) -> int:
         """Bytes that the tap holds for one token."""
-        num_layers = len(self.spec.serving.aux_layers) + 1 if self.spec.serving else 1
-        bytes_per_value = {"bfloat16": 2, "float32": 4}[self.spec.rollout.dtype]
-        return row_bytes(num_layers * self._engine.model_config.get_hidden_size(), bytes_per_value)
+        num_layers, config = len(self._aux_layers) + 1, self._engine.model_config
+        return row_bytes(num_layers * config.get_hidden_size(), config.dtype.itemsize)
+
+    @property
+    def _aux_layers(self) -> list[int]:
+        return list(self.spec.serving.aux_layers) if self.spec.serving else []
 
     def _max_tokens(self, request: RolloutRequest, overrides: dict[str, Any]) -> int:
         return overrides.get("max_tokens") or request.max_new_tokens or self.spec.rollout.max_new_tokens
 
-    async def _run(
-        self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str] = ()
-    ) -> list[Any]:
-        """Run requests to their end. computed_whole: names of those that compute their prompt even if it is in the prefix cache."""
-        return await self._outputs(requests, await self._add(requests, overrides, computed_whole))
-
     async def _add(
         self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str]
-    ) -> list[Any]:
-        """Let requests enter the engine. Returns the queue of each one's output."""
-        engine, queues = self._engine, []
+    ) -> dict[str, Any]:
+        """Let requests enter the engine. Returns the queue of each one's output.
+
+        computed_whole: names of those that compute their prompt even if it is in the prefix cache.
+        """
+        engine, queues = self._engine, {}
         paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
         async with death_in_words(engine), paused:
             for name, request in requests.items():
-                prompt = {"prompt_token_ids": request.prompt_token_ids}
                 own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
-                queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
+                sampling = self._sampling(request, overrides | own)
+                queues[name] = await engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, sampling)
         return queues
 
-    async def _outputs(self, requests: dict[str, RolloutRequest], queues: list[Any], learns: bool = False) -> list[Any]:
-        """Wait for outputs. learns: each response is added to the history as soon as it ends, if the engine drafts from it."""
+    async def _ended(
+        self, requests: dict[str, RolloutRequest], queues: dict[str, Any]
+    ) -> tuple[dict[str, Rollout], list[Any]]:
+        """Wait for rollouts, each of which is added to the history as it ends. Returns them, and vLLM's times of each."""
 
-        async def finished(name: str, queue: Any) -> Any:
-            output = await queue.get()
-            if learns:
-                await self.add_history([self._rollout(requests[name], output)])
-            return output
+        async def ended(name: str, request: RolloutRequest) -> tuple[Rollout, Any]:
+            output = await queues[name].get()
+            rollout = self._rollout(request, output)
+            await self.add_history([rollout])
+            return rollout, output.metrics
 
         async with death_in_words(self._engine):
-            return await asyncio.gather(*(finished(name, queue) for name, queue in zip(requests, queues, strict=True)))
+            rollouts, times = zip(*await asyncio.gather(*starmap(ended, requests.items())), strict=True)
+        return dict(zip(requests, rollouts, strict=True)), list(times)
 
     def _sampling(self, request: RolloutRequest, overrides: dict[str, Any]) -> Any:
         import vllm
@@ -271,22 +263,21 @@ class RolloutEngine(UpdatableEngine):
             earlier=tuple(earlier),
         )
 
-    async def _take_features(
-        self, tapped: dict[str, TapRequest], rollouts: dict[str, Rollout]
-    ) -> tuple[list[str], dict[str, float]]:
-        """Write the features of finished rollouts and free their room. Returns the files written (none or one) and statistics."""
-        if not tapped:
+    async def _take_features(self, rollouts: dict[str, Rollout]) -> tuple[list[str], dict[str, float]]:
+        """Write the features of tapped rollouts that have ended, and free their room.
+
+        Returns the files written (none or one) and statistics.
+        """
+        if not rollouts:
             return [], {}
         sequences = {}
         for name, r in rollouts.items():
             last = r.versions.policy, r.segments[-1].start, r.versions.drafter
             sequences[name] = (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), *last)
-        rollout, serving = self.spec.rollout, self.spec.serving
-        sampling = {field.name: getattr(rollout, field.name) for field in fields(SamplingParams)}
-        shared = sampling, list(serving.aux_layers) if serving else []
+        sampling = {field.name: getattr(self.spec.rollout, field.name) for field in fields(SamplingParams)}
         # The process id keeps an engine that is started again from overwriting the files of the one before.
-        path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(tapped))}.safetensors"
-        await self.on_workers(EngineWorker.begin_features, sequences, f"{path}{PARTIAL}", *shared)
+        path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(rollouts))}.safetensors"
+        await self.on_workers(EngineWorker.begin_features, sequences, f"{path}{PARTIAL}", sampling, self._aux_layers)
         while (stats := await self.on_workers(EngineWorker.features_written, f"{path}{PARTIAL}")) is None:
             await asyncio.sleep(0.01)
         if stats["num_rollouts"]:

@@ -5,10 +5,9 @@ When one of them has other parameters, an engine refuses to start, and `cotrain 
 
 import ast
 import functools
-import inspect
-import pkgutil
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,14 @@ SIDECAR_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
 
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-DRAFTING = "vllm.v1.spec_decode.llm_base_proposer"
-PROPOSER = f"{DRAFTING}:SpecDecodeBaseProposer"
-SAMPLING = "vllm.v1.sample.rejection_sampler"
-MOE_METHOD = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
-LINEAR_ATTENTION = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
-BLOCK_DRAFTER = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model"
-MODEL_CLASS = "vllm.model_executor.models.registry:_LazyRegisteredModel"
-KERNELS = "vllm.triton_utils.dispatcher"
+SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
 
 Table = dict[str, str]
 """Parameters of functions, in order, by module:Class.function; `interface.toml` says which of them are named."""
 
 _TABLES: dict[str, Table] = tomllib.loads(Path(__file__).with_name("interface.toml").read_text(encoding="utf-8"))
-WRAPPED, WRAPPED_IN_V2 = _TABLES["wrapped"], _TABLES["wrapped_v2"]
+WRAPPED = _TABLES["wrapped"]
 """What ours replace in cotrain's own engines, with model runner V1 and with V2."""
 SIDECAR, SIDECAR_OF_RUNNER = _TABLES["sidecar"], {False: _TABLES["sidecar_v1"], True: _TABLES["sidecar_v2"]}
 """What the sidecar replaces or calls in all of SIDECAR_VERSIONS, whatever the model runner, and by whether that is V2."""
@@ -61,11 +52,10 @@ def attached(carrier: Any) -> Any:
 
 
 def moved() -> list[str]:
-    """Return what is not as in KNOWN_VERSION: what was expected and what is there. Imports vLLM, which takes 6 s."""
-    import vllm
-
-    of_v2 = moved_in(Path(vllm.__file__).parents[1], WRAPPED_IN_V2)
-    return _differences(WRAPPED, {path: _installed_parameters(path) for path in WRAPPED}) + of_v2
+    """Return what is not as in KNOWN_VERSION: what was expected and what is there."""
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return moved_in(Path(spec.origin).parents[1], WRAPPED)
 
 
 def moved_in(sources: Path, table: Table) -> list[str]:
@@ -73,25 +63,12 @@ def moved_in(sources: Path, table: Table) -> list[str]:
 
     sources: the folder that holds the package's folder `vllm`.
     """
-    return _differences(table, {path: parameters_in(sources, path) for path in table})
-
-
-def _differences(table: Table, found: dict[str, str | None]) -> list[str]:
+    found = {path: parameters_in(sources, path) for path in table}
     return [
         f"{path} is missing" if found[path] is None else f"{path} takes ({found[path]}) instead of ({names})"
         for path, names in table.items()
         if found[path] != names and not (names.endswith(" ...") and f"{found[path]} ".startswith(names[:-3]))
     ]
-
-
-def _installed_parameters(path: str) -> str | None:
-    """The parameters of a function; None where its module or class has none of its own, even if the class inherits one."""
-    module, _, names = path.partition(":")
-    owner, _, last = names.rpartition(".")
-    try:
-        return " ".join(inspect.signature(vars(pkgutil.resolve_name(f"{module}:{owner}"))[last]).parameters)
-    except (ImportError, AttributeError, KeyError):
-        return None
 
 
 def parameters_in(sources: Path, path: str) -> str | None:

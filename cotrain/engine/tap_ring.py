@@ -42,7 +42,6 @@ class TapRing:
         self._thread = ThreadPoolExecutor(1, "cotrain-tap")
         self._waiting = deque[tuple[Future[None], int]]()
         self._batch: tuple[list[str], int] = ([], -1)  # request ids of the last step, and the tap's changes by then
-        self._ids: dict[str, str] = {}  # vLLM's ids of tapped requests, by name
         self._names, self._numbers = list[str](), np.zeros(0, np.int64)
         self._stream: Any = None
 
@@ -81,20 +80,13 @@ class TapRing:
             self._waiting.popleft()[0].result()
 
     def _find(self, ids: list[str]) -> None:
-        """Look up the tapped requests of a batch. Only new requests are looked at, and tapped ones when the batch has changed."""
-        seen, changes = self._batch
-        if ids == seen and changes == self._tap.changes:
+        """Look up the tapped requests of a batch, if it or the tapped requests have changed."""
+        if self._batch == (ids, self._tap.changes):
             return
-        tapped = self._tap.names()
-        self._ids = {name: self._ids[name] for name in tapped if name in self._ids}
-        for internal in set(ids).difference(seen if changes == self._tap.changes else ()):
-            if (name := self._name_of(internal)) in tapped:
-                self._ids[name] = internal
-        number = dict(zip(ids, range(len(ids)), strict=True))
-        self._names = [name for name, internal in self._ids.items() if internal in number]
-        self._names.sort(key=lambda name: number[self._ids[name]])
-        self._numbers = np.array([number[self._ids[name]] for name in self._names], np.int64)
-        self._batch = list(ids), self._tap.changes
+        self._batch, tapped = (list(ids), self._tap.changes), self._tap.names()
+        names = [self._name_of(internal) for internal in ids]
+        self._numbers = np.array([i for i, name in enumerate(names) if name in tapped], np.int64)
+        self._names = [names[i] for i in self._numbers]
 
     def _rows(self, starts: np.ndarray) -> np.ndarray:
         """Return the rows of the tapped requests of a step [n], in their order."""

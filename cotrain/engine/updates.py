@@ -46,7 +46,7 @@ class UpdatableEngine(EngineProcesses):
     async def check_policy(self, payload: WeightPayload) -> None:
         """Check the weights of the next `update_policy` ahead of it. What it would refuse, it will refuse then."""
         with suppress(RunFailure, RuntimeError):
-            await self.on_workers(EngineWorker.check_policy, payload.path, payload.digests)
+            await self.on_workers(EngineWorker.check, False, payload.path, payload.digests)
 
     async def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and computed again with the new weights.
@@ -57,13 +57,13 @@ class UpdatableEngine(EngineProcesses):
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
-        if not (sent := self._held is not None):
+        serve = EngineWorker.update if self._held is None else EngineWorker.compare
+        if self._held is None:
             await self.hold()
         assert self._held is not None
         (since, pause), self._held = self._held, None
         async with death_in_words(self._engine), pause:
-            call = self.on_workers(EngineWorker.update_policy, payload.path, payload.digests, policy_version, sent)
-            await self._weights(call)
+            await self._weights(self.on_workers(serve, False, payload.path, payload.digests, policy_version))
             # Still paused, so that the first token after the pause carries the new version.
             await self._stamp(Versions(policy_version, self.versions.drafter))
         return SwapReport(time.perf_counter() - since, payload.num_bytes)
@@ -80,7 +80,7 @@ class UpdatableEngine(EngineProcesses):
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
         started = time.perf_counter()
         rates = None if expected_rates is None else list(expected_rates)
-        await self._weights(self.on_workers(EngineWorker.update_drafter, payload.path, payload.digests))
+        await self._weights(self.on_workers(EngineWorker.update, True, payload.path, payload.digests, drafter_version))
         self._before = self.versions
         await self._stamp(Versions(self.versions.policy, drafter_version))
         await self.in_scheduler(DraftLengths.new_drafter, rates)
@@ -88,7 +88,7 @@ class UpdatableEngine(EngineProcesses):
 
     async def check_drafter(self, payload: WeightPayload) -> None:
         """Raise WeightUpdateRefused if `update_drafter` would refuse these weights. What is served does not change."""
-        await self._weights(self.on_workers(EngineWorker.check_drafter, payload.path, payload.digests))
+        await self._weights(self.on_workers(EngineWorker.check, True, payload.path, payload.digests))
 
     async def undo_drafter_update(self) -> None:
         """Return to the drafter weights and version from before the last `update_drafter`. Call it once at most per update."""

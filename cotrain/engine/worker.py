@@ -69,18 +69,14 @@ class EngineWorker:
             index = SuffixIndex(max_bytes, seed=worker.vllm_config.model_config.seed)
             self.history = HistoryDrafting(runner, index, draws)
 
-    def update_policy(self, path: str, digests: dict[str, str], turn: int, sent: bool) -> None:
-        """sent: vLLM's weight transfer has loaded the policy, which is only compared with the file."""
-        (self.weights[False].compare if sent else self.weights[False].update)(path, digests, turn)
+    def check(self, draft: bool, path: str, digests: dict[str, str]) -> None:
+        self.weights[draft].check(path, digests)
 
-    def check_policy(self, path: str, digests: dict[str, str]) -> None:
-        self.weights[False].check_ahead(path, digests)
+    def update(self, draft: bool, path: str, digests: dict[str, str], turn: int) -> None:
+        self.weights[draft].update(path, digests, turn)
 
-    def check_drafter(self, path: str, digests: dict[str, str]) -> None:
-        self.weights[True].check(path, digests)
-
-    def update_drafter(self, path: str, digests: dict[str, str]) -> None:
-        self.weights[True].update(path, digests)
+    def compare(self, draft: bool, path: str, digests: dict[str, str], turn: int) -> None:
+        self.weights[draft].compare(path, digests, turn)
 
     def undo_drafter_update(self) -> None:
         self.weights[True].undo()

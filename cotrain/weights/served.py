@@ -26,8 +26,8 @@ T = TypeVar("T")
 class ServedWeights(ABC):
     """The weights of the policy or of the drafter as a tensor-parallel rank of an engine serves them. An update is
 
-    1. *checked*: file, names, shapes, checksums and finite values, before anything is touched, and with `check_ahead` before the
-       engine pauses;
+    1. *checked*: file, names, shapes, checksums and finite values, before anything is touched, and with `check` before the engine
+       pauses;
     2. *applied* to the model;
     3. *read back*: what the model serves is compared with what was sent, copies that the engine derives from it included;
     4. *undone* if that differs: the last good state is applied and read back, and only then is the update refused.
@@ -49,7 +49,7 @@ class ServedWeights(ABC):
         """
         self._checkpoint, self._dtype, self._never_sent, self._is_drafter = checkpoint, dtype, never_sent, is_drafter
         self._kept, self._before, self._new = (kept.with_suffix(s) for s in (".safetensors", ".before", ".new"))
-        self._ahead: tuple[str, dict[str, str], dict[str, Tensor]] | None = None  # what `check_ahead` has checked
+        self._checked: tuple[str, dict[str, str], dict[str, Tensor]] | None = None
         kept.parent.mkdir(parents=True, exist_ok=True)
 
     @abstractmethod
@@ -68,14 +68,20 @@ class ServedWeights(ABC):
         """Return the values of all tensor-parallel ranks of the engine, in their order. All of them must call it."""
 
     def check(self, path: str, digests: dict[str, str]) -> dict[str, Tensor]:
-        """Read and check an update without touching the model. Returns its tensors. Raises WeightUpdateRefused."""
-        return self.on_all_ranks(lambda: read_payload(path, digests, self._expected()))
+        """Read and check an update without touching the model, and keep its tensors for the next `update`, if it is of them.
 
-    def check_ahead(self, path: str, digests: dict[str, str]) -> None:
-        """Check what the next `update` will serve, which then takes the tensors from here. Raises WeightUpdateRefused."""
-        self._ahead = None
-        self.on_all_ranks(lambda: self._keep(path))
-        self._ahead = path, digests, self.check(path, digests)
+        Returns the tensors. Raises WeightUpdateRefused.
+        """
+        self._checked = None
+
+        def read() -> dict[str, Tensor]:
+            self._new.unlink(missing_ok=True)
+            os.link(path, self._new)
+            return read_payload(path, digests, self._expected())
+
+        tensors = self.on_all_ranks(read)
+        self._checked = path, digests, tensors
+        return tensors
 
     def update(self, path: str, digests: dict[str, str], turn: int = 0) -> None:
         """Serve an update. Raises WeightUpdateRefused, after which the model serves what it served before.
@@ -83,10 +89,11 @@ class ServedWeights(ABC):
         turn: each turn reads other columns of packed policy matrices back. Raises RuntimeError with WEIGHTS_UNKNOWN when the
         model could not be brought back to what it served.
         """
-        if self._ahead is None or self._ahead[:2] != (path, digests):
-            self.check_ahead(path, digests)  # and what can fail comes before the model is touched
-        assert self._ahead is not None
-        (_, _, tensors), self._ahead = self._ahead, None
+        if self._checked is not None and self._checked[:2] == (path, digests):
+            tensors = self._checked[2]
+        else:
+            tensors = self.check(path, digests)  # what can fail comes before the model is touched
+        self._checked = None
         try:
             self.on_all_ranks(lambda: self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn))
         except WeightUpdateRefused as error:
@@ -146,10 +153,6 @@ class ServedWeights(ABC):
             named = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
             raise WeightUpdateRefused("; ".join(named if len(reasons) > 1 else reasons)) from error
         return results[0]
-
-    def _keep(self, path: str) -> None:
-        self._new.unlink(missing_ok=True)
-        os.link(path, self._new)
 
     def _serve(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> None:
         self.load(tensors)

@@ -11,19 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.engine.cpu import PATCHES
-from cotrain.engine.host.adoption import HOST_HAS_SET
-from cotrain.engine.interface import (
+from cotrain.engine.cpu import (
     BLOCK_DRAFTER,
     DRAFTING,
+    EXPERTS,
     KERNELS,
     LINEAR_ATTENTION,
     MODEL_CLASS,
-    MOE_METHOD,
+    PATCHES,
     PROPOSER,
+    SAMPLING,
+)
+from cotrain.engine.host.adoption import HOST_HAS_SET
+from cotrain.engine.interface import (
     RUNNER,
     RUNNER_V2,
-    SAMPLING,
     SCHEDULER,
     SIDECAR,
     SIDECAR_OF_RUNNER,
@@ -94,7 +96,7 @@ CORRECTED = {
     f"{BLOCK_DRAFTER}._build_context_kv_buffers": "self layers_attn has_bias",
     f"{MODEL_CLASS}.load_model_cls": "self",
     f"{MODEL_CLASS}.inspect_model_cls": "self",
-    f"{MOE_METHOD}._setup_kernel": "self layer w13 w2",
+    f"{EXPERTS}._setup_kernel": "self layer w13 w2",
     f"{LINEAR_ATTENTION}:_spec_forward": "layer attn_metadata_i mixed_qkv_spec b_spec a_spec conv_buf ssm_state width "
     "state_len",
 }

@@ -102,8 +102,8 @@ def compare_all(roles: tuple[RolloutEngines, Policy, Nodes, Any], folder: Path) 
     learner.finish(learner.begin_save(folder))
     whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
-        looks = whole.path, whole.digests, turn, True
-        at.call_all(RolloutEngine.on_workers, EngineWorker.update_policy, *looks)
+        looks = False, whole.path, whole.digests, turn
+        at.call_all(RolloutEngine.on_workers, EngineWorker.compare, *looks)
     return whole
 
 

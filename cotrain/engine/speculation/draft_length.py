@@ -30,11 +30,18 @@ class Step(NamedTuple):
     num_tokens: int  # number of tokens that the step generated
 
     @property
-    def steady(self) -> bool:
-        """Whether every request verified as many tokens as this step drafts. Only then is its time that of a draft length."""
+    def kind(self) -> str:
+        """See StepTotal. In a steady step every request verified as many tokens as the step drafts: its time is that of a length."""
+        if self.computes_prompts:
+            return "prompts"
         drafting = self.batch if self.num_speculative_tokens else 0
         alike = all(verified == self.num_speculative_tokens for verified, _ in self.drafts)
-        return alike and len(self.drafts) == drafting and not self.computes_prompts
+        return "steady" if alike and len(self.drafts) == drafting else "mixed"
+
+    @property
+    def length(self) -> float:
+        """Draft tokens that it verified of each request, on average."""
+        return sum(verified for verified, _ in self.drafts) / self.batch
 
 
 class Plan(NamedTuple):
@@ -140,8 +147,8 @@ class DraftLengths:
         length = self._fixed
         if length is None and self._by_request:  # then the longest forbids nothing
             length = self.max_speculative_tokens
-        if length is None:
-            length = self._tried
+        elif length is None and self._learns:
+            length = self._trials.length
         return [0, *np.asarray(self._chosen).tolist()] if length is None else [length] * (len(self._chosen) + 1)
 
     def plan(self, batch: int) -> Plan:
@@ -161,11 +168,6 @@ class DraftLengths:
         if self._costs is not None:
             self._costs.pause()
 
-    @property
-    def _tried(self) -> int | None:
-        """The length that this step tries, if any."""
-        return self._trials.length if self._learns and self._fixed is None else None
-
     def _end_step(self, now: float) -> None:
         step, self._step = self._step, None
         if step is None:
@@ -173,29 +175,20 @@ class DraftLengths:
         seconds, before, self._before = now - self._started, self._before, step
         if self._learns:
             self._acceptance.observe(step.drafts)
-        kind = "prompts" if step.computes_prompts else "steady" if step.steady else "mixed"
+        kind = step.kind
         total = self._sums.totals.setdefault((step.num_speculative_tokens, step.batch, kind), [0, 0, 0.0])
         total[:] = total[0] + 1, total[1] + step.num_tokens, total[2] + seconds
-        if step.computes_prompts:
+        if kind == "prompts":
             return
-        if self._learns:
-            self._learn_costs(step, kind == "steady", seconds)
+        if self._learns and self._costs is not None and (self._by_request or kind == "steady"):
+            self._costs.observe(step.length, step.batch, seconds)  # a look-up costs only the verification
         if self._fixed is None:
             self._count(step, before, seconds)
-
-    def _learn_costs(self, step: Step, steady: bool, seconds: float) -> None:
-        """Learn from the time of a step, if it is that of one draft length. steady: see Step."""
-        if self._costs is None:
-            return
-        if self._by_request:  # it only verifies
-            self._costs.observe(sum(verified for verified, _ in step.drafts) / step.batch, step.batch, seconds)
-        elif steady:
-            self._costs.observe(step.num_speculative_tokens, step.batch, seconds)
 
     def _count(self, step: Step, before: Step | None, seconds: float) -> None:
         """Count what a step gained. Whatever slowed it would have slowed one without drafts as much, so only the ratio of the
         two counts. It is at least 1, so no step gains more than the tokens that it emits."""
-        length = sum(verified for verified, _ in step.drafts) / step.batch
+        length = step.length
         longest = max((verified for verified, _ in step.drafts), default=0)  # the worker decides, and may draft nothing
         if not self._by_request:
             # At a change of length, a step drafts another number of tokens than it verifies.

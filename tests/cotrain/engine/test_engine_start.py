@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from cotrain.config.schema import RolloutConfig
@@ -18,7 +19,6 @@ from cotrain.engine import processes
 from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, scheduler_for
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
-from cotrain.engine.tap_admission import TapRequest
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
 from drafters.base import ServingSpec
@@ -179,7 +179,7 @@ class Failing(RolloutEngine):
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
         self.calls: list[tuple[object, ...]] = []
-        self._engine = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 4))
+        self._engine = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 4, dtype=torch.float32))
 
     async def _add(self, *_: object) -> list[object]:
         raise RuntimeError("a request was refused")
@@ -201,7 +201,9 @@ class Together(RolloutEngine):
 
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
-        self._engine = SimpleNamespace(errored=False, model_config=SimpleNamespace(get_hidden_size=lambda: 4))
+        self._engine = SimpleNamespace(
+            errored=False, model_config=SimpleNamespace(get_hidden_size=lambda: 4, dtype=torch.float32)
+        )
         self.entered: list[list[str]] = []
         self.queues: dict[str, asyncio.Queue[SimpleNamespace]] = {}
 
@@ -209,10 +211,10 @@ class Together(RolloutEngine):
         await asyncio.sleep(0)
         return {"num_rollouts": 0}
 
-    async def _add(self, requests: dict[str, RolloutRequest], *_: object) -> list[object]:
+    async def _add(self, requests: dict[str, RolloutRequest], *_: object) -> dict[str, object]:
         self.entered.append([request.prompt_id for request in requests.values()])
         self.queues |= {name: asyncio.Queue() for name in requests}
-        return [self.queues[name] for name in requests]
+        return {name: self.queues[name] for name in requests}
 
     def _rollout(self, request: RolloutRequest, output: object) -> Rollout:
         return Rollout(request.prompt_id, 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
@@ -222,7 +224,7 @@ class Together(RolloutEngine):
 
 
 def test_calls_enter_together_in_the_order_of_their_places_and_end_one_by_one(tmp_path: Path) -> None:
-    """As if they were one call: with the same names, hence the same choice of what is tapped."""
+    """As if they were one call, hence with the same choice of what is tapped."""
 
     async def two_steps() -> None:
         engine = Together(spec_of(tmp_path))
@@ -234,13 +236,14 @@ def test_calls_enter_together_in_the_order_of_their_places_and_end_one_by_one(tm
             while len(engine.entered) < step:
                 await asyncio.sleep(0)
             assert engine.entered[-1] == ["0", "0", "1", "1", "2", "2"]
-            assert list(engine._admission.tapped) == [f"b{step}r{i}" for i in range(6)]
-            for name in ("r2", "r3"):
-                engine.end(f"b{step}{name}")
+            names = [[f"b{3 * step - 3 + arrived}r{i}" for i in range(2)] for arrived in (2, 3, 1)]
+            assert list(engine._admission.tapped) == [name for own in names for name in own]
+            for name in names[1]:
+                engine.end(name)
             batch = await calls[1]
             assert [rollout.prompt_id for rollout in batch.rollouts] == ["1", "1"] and not calls[0].done()
-            for name in ("r0", "r1", "r4", "r5"):
-                engine.end(f"b{step}{name}")
+            for name in names[0] + names[2]:
+                engine.end(name)
             ended = [(await calls[place]).rollouts[0].prompt_id for place in (0, 2)]
             assert ended == ["0", "2"] and not engine._admission.tapped
 
@@ -273,7 +276,7 @@ def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monke
 
     monkeypatch.setattr(engine, "on_workers", on_workers)
     rollout = Rollout("p", 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
-    [shard], _ = asyncio.run(engine._take_features({"b1r0": TapRequest("p", 2, 4)}, {"b1r0": rollout}))
+    [shard], _ = asyncio.run(engine._take_features({"b1r0": rollout}))
     assert Path(shard).read_text() == "features" and not written[0].exists()
     written[0].write_text("half of it")
 

@@ -244,7 +244,7 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
         Step(2, 1, False, [(1, 0)], 1),
         Step(0, 0, False, [], 0),
     ]
-    assert [step.steady for step in recorder.steps[:3]] == [False, True, False]
+    assert [step.kind for step in recorder.steps[:3]] == ["prompts", "steady", "mixed"]
     report = recorder.report()["steps"]
     assert [row[:5] for row in report] == [[1, 2, "prompts", 1, 2], [1, 2, "steady", 1, 3], [2, 1, "mixed", 1, 1]]
     assert all(row[5] > 0 for row in report)

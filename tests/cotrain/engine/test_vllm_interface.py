@@ -25,24 +25,22 @@ def test_each_entry_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_whose_vllm_has_moved_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    monkeypatch.delattr(GPUModelRunner, "_sample")
-    with pytest.raises(RuntimeError, match=r"not the one that cotrain knows: .*GPUModelRunner._sample is miss"):
+    monkeypatch.setitem(interface.WRAPPED, f"{interface.RUNNER}._no_sample", "self")
+    with pytest.raises(RuntimeError, match=r"not the one that cotrain knows: .*GPUModelRunner._no_sample is miss"):
         cpu.apply_patches()
 
 
 def test_the_v2_runner_of_own_engines_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"{interface.SPECULATOR}.propose"
-    monkeypatch.setitem(interface.WRAPPED_IN_V2, path, interface.WRAPPED_IN_V2[path].replace("temperature", "seeds"))
+    monkeypatch.setitem(interface.WRAPPED, path, interface.WRAPPED[path].replace("temperature", "seeds"))
     (problem,) = interface.moved()
     assert problem.startswith(f"{path} takes (self input_batch")
 
 
 @pytest.mark.parametrize(
     "table",
-    [interface.SIDECAR, *interface.SIDECAR_OF_RUNNER.values(), interface.WRAPPED_IN_V2],
-    ids=["both runners", "V1", "V2", "V2 of own engines"],
+    [interface.SIDECAR, *interface.SIDECAR_OF_RUNNER.values(), interface.WRAPPED],
+    ids=["both runners", "V1", "V2", "own engines"],
 )
 def test_each_function_that_the_sidecar_hooks_into_would_be_missed(table: dict[str, str]) -> None:
     installed = Path(vllm.__file__).parents[1]
