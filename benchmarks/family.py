@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.loading import differing_tensors
 from cotrain.engine.worker import EngineWorker
 from cotrain.models.capability import drafter_problems
 from cotrain.policy.sharding import whole_tensors
@@ -134,8 +135,8 @@ def moved_by_a_step(model: Any) -> None:
 def unnoticed(worker: EngineWorker) -> list[str]:
     """Return the tensors of the policy in which one wrong element is not found. A method of the worker, in the engine's process."""
     weights, generator = worker.weights[False], torch.Generator().manual_seed(5)
-    assert weights.differing(weights.last_good()) == []
+    assert differing_tensors(weights.model, weights.last_good()) == []
     wrong: dict[str, Tensor] = {name: tensor.clone() for name, tensor in weights.last_good().items()}
     for tensor in wrong.values():
         tensor.view(-1)[torch.randint(tensor.numel(), (), generator=generator)] += 1
-    return sorted(wrong.keys() - set(weights.differing(wrong)))
+    return sorted(wrong.keys() - set(differing_tensors(weights.model, wrong)))

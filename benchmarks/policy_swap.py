@@ -43,11 +43,11 @@ def measure_stages(model: Path, scratch: Path, dtype: str, rounds: int, ahead: b
     import torch
 
     from cotrain.engine import loading as vllm_weights
-    from cotrain.weights import served as served_weights
+    from cotrain.engine import served as served_weights
     from cotrain.weights.payload import write_payload
 
     state, (served, config) = learner_state(model), served_model(model, scratch, dtype)
-    weights = vllm_weights.ModelWeights(served, config.model_config, scratch / "kept" / "target")
+    weights = served_weights.ServedWeights(served, config.model_config, scratch / "kept" / "target")
     row: dict[str, Times] = {}
     for stage, function in STAGES.items():
         owner = served_weights if function in vars(served_weights) else vllm_weights

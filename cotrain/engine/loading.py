@@ -1,4 +1,4 @@
-"""vLLM's models (0.32): loading weights into them, reading back what they serve, and the receiving end of updates.
+"""vLLM's models (0.32): loading weights into them, and reading back what they serve.
 
 vLLM fuses projections, packs matrices and divides them among tensor-parallel ranks; everything here uses the names of
 the checkpoint.
@@ -6,8 +6,7 @@ the checkpoint.
 
 import inspect
 from math import prod
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,47 +14,6 @@ from torch import Tensor, nn
 from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
 from cotrain.engine.derived import derive_again, derived_copies
 from cotrain.engine.load_trace import Box, Loaded, LoadTrace, trace_of
-from cotrain.weights.served import ServedWeights
-
-T = TypeVar("T")
-
-
-class ModelWeights(ServedWeights):
-    """What one of vLLM's models serves, on one tensor-parallel rank."""
-
-    def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
-        """kept: see ServedWeights. target: the policy's model beside which a drafter serves; None for the policy itself."""
-        self.model, self._model_config = model, model_config
-        never_sent = ["rotary_emb.inv_freq"]
-        if target is not None:
-            never_sent += ["t2d", *modules_shared_with_target(model, target)]
-        elif getattr(model_config.hf_text_config, "tie_word_embeddings", False):
-            never_sent += ["lm_head.weight"]
-        super().__init__(Path(model_config.model), model_config.dtype, never_sent, kept, is_drafter=target is not None)
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        reload_weights(self.model, self._model_config, tensors)
-
-    def differing(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> list[str]:
-        return differing_tensors(self.model, tensors, columns, turn)
-
-    def check_loading(self) -> None:
-        """Raise ValueError that names what an update could not compare: tensors that vLLM computes with while it loads them."""
-        layout = {
-            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self._expected().items()
-        }
-        if computed := sorted(trace_of(self.model, layout).arithmetic):
-            architecture = type(self.model).__name__
-            message = f"vLLM's {architecture} computes with {computed[:4]} while it loads them, so that updates could not be checked"
-            raise ValueError(f"{message}; train a policy of another architecture")
-
-    def of_all_ranks(self, value: T) -> list[T]:
-        from vllm.distributed import get_tp_group
-
-        group = get_tp_group()
-        values = [value] * group.world_size
-        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
-        return values
 
 
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:

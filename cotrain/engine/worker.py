@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cotrain.engine.interface import wrap
-from cotrain.engine.loading import ModelWeights
+from cotrain.engine.served import ServedWeights
 from cotrain.engine.tap_admission import TapRequest
 from cotrain.process.children import follow_parent
 from cotrain.transport.features import FeatureRecord, write_records
-from cotrain.weights.served import ServedWeights
 from drafters.base import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class EngineWorker:
             # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
             torch.compiler.set_stance("force_eager")
         target, kept = worker.get_model(), Path(scratch) / "kept" / f"rank_{worker.rank}"
-        policy = ModelWeights(target, worker.model_config, kept / "target")
+        policy = ServedWeights(target, worker.model_config, kept / "target")
         if worker.vllm_config.load_config.load_format != "dummy":  # which has no checkpoint
             policy.check_loading()
         self.weights = {False: policy}
@@ -60,7 +59,7 @@ class EngineWorker:
         if has_drafter:
             self.hook = (SpeculatorHook if worker.use_v2_model_runner else DraftingHook)(runner)
             config = worker.speculative_config.draft_model_config
-            self.weights[True] = ModelWeights(worker.get_draft_model(), config, kept / "drafter", target)
+            self.weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
         if history is not None:
             from cotrain.engine.history import HistoryDrafting
             from drafters.suffix.index import SuffixIndex

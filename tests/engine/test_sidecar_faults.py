@@ -19,7 +19,7 @@ NOT_ADOPTED += ["cotrain.engine.host.scheduling.HostScheduling"]
 NOT_ATTACHED = [
     "cotrain.engine.host.scheduling.Decisions.__init__",
     "cotrain.engine.host.worker.WorkerSidecar",
-    "cotrain.engine.host.worker.ModelWeights",
+    "cotrain.engine.host.worker.ServedWeights",
     "cotrain.engine.host.policy_watch.PolicyWatch.write",
     "cotrain.engine.cpu.correct",
 ]

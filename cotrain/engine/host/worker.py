@@ -23,8 +23,8 @@ from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.host.policy_watch import PolicyWatch
 from cotrain.engine.host.scheduling import REPORT_SECONDS, Stamp
 from cotrain.engine.interface import attached, wrap
-from cotrain.engine.loading import ModelWeights
 from cotrain.engine.model_runner_v2 import SpeculatorHook
+from cotrain.engine.served import ServedWeights
 from cotrain.records import GainReport, Segment, Versions
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.spool import Description, EngineFolder, Finished, Settings, State, write_json
@@ -81,7 +81,7 @@ class WorkerSidecar:
         self._reported = 0.0
         cpu.correct()
         draft, kept = worker.speculative_config.draft_model_config, engine.folder / "kept" / "drafter"
-        self._weights = ModelWeights(worker.get_draft_model(), draft, kept, worker.get_model())
+        self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
         self._policy = PolicyWatch(worker, engine.policies)
         self._policy.write()
         self._state = State(os.getpid(), None, __version__, str(worker.model_config.dtype).removeprefix("torch."))

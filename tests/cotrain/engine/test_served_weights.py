@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from cotrain.engine import loading as vllm_weights
+from cotrain.engine.served import READBACK_COLUMNS, ServedWeights
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
-from cotrain.weights.served import READBACK_COLUMNS
 from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.engine.conftest import moved
 
@@ -21,11 +21,9 @@ class Session:
     def __init__(self, target, drafter, folder: Path):
         self.target, self.drafter, self.folder = target, drafter, folder
         kept = folder / "kept"
-        self.weights = {False: vllm_weights.ModelWeights(target.model, target.model_config, kept / "target")}
+        self.weights = {False: ServedWeights(target.model, target.model_config, kept / "target")}
         if drafter is not None:
-            drafter_weights = vllm_weights.ModelWeights(
-                drafter.model, drafter.model_config, kept / "drafter", target.model
-            )
+            drafter_weights = ServedWeights(drafter.model, drafter.model_config, kept / "drafter", target.model)
             self.weights[True] = drafter_weights
 
     def send(self, state, draft=False, name="sent.safetensors", action="update", **options) -> None:

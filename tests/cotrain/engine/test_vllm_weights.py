@@ -11,6 +11,7 @@ from torch import nn
 from cotrain.engine import cpu_packing
 from cotrain.engine import loading as vllm_weights
 from cotrain.engine.load_trace import trace_of
+from cotrain.engine.served import ServedWeights
 from tests.cotrain.engine.conftest import moved
 
 SERVED = {
@@ -110,13 +111,13 @@ def test_a_tensor_that_is_computed_with_on_load_is_named(serve, tmp_path, comput
     from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 
     served = serve("llama", "float32")
-    weights = vllm_weights.ModelWeights(served.model, served.model_config, tmp_path / "kept")
+    weights = ServedWeights(served.model, served.model_config, tmp_path / "kept")
     weights.check_loading()
     recorded(served.model.model.norm).weight_loader = composed_weight_loader(default_weight_loader, compute)
     update = served.state | {"another.weight": torch.zeros(1)}
     assert trace_of(served.model, update).arithmetic == {"model.norm.weight"}
     assert vllm_weights.differing_tensors(served.model, update) == ["another.weight", "model.norm.weight"]
-    weights = vllm_weights.ModelWeights(served.model, served.model_config, tmp_path / "kept")
+    weights = ServedWeights(served.model, served.model_config, tmp_path / "kept")
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         weights.check_loading()
 

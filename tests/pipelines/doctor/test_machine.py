@@ -141,5 +141,7 @@ def test_a_moved_hook_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
             machine.hooks()
     with monkeypatch.context() as planted:
         planted.setitem(interface.WRAPPED, f"{interface.RUNNER}._sample", "self logits metadata")
-        with pytest.raises(Problem, match=r"_sample takes \(self logits spec_\w+\) instead of \(self logits metadata\)"):
+        with pytest.raises(
+            Problem, match=r"_sample takes \(self logits spec_\w+\) instead of \(self logits metadata\)"
+        ):
             machine.hooks()

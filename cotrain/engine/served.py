@@ -1,16 +1,17 @@
-"""What an engine serves, and how an update comes into force there. This imports no vLLM."""
+"""What an engine serves, and how an update comes into force there."""
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from cotrain.engine import loading
+from cotrain.engine.load_trace import trace_of
 from cotrain.weights.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, digest, read_manifest, read_payload
 from drafters.files import text_tensors, weight_files
 
@@ -23,7 +24,7 @@ found at once with probability 1 - (1 - s)^8. Reading 32 columns takes twice as 
 T = TypeVar("T")
 
 
-class ServedWeights(ABC):
+class ServedWeights:
     """The weights of the policy or of the drafter as a tensor-parallel rank of an engine serves them. An update is
 
     1. *checked*: file, names, shapes, checksums and finite values, before anything is touched, and with `check` before the engine
@@ -35,37 +36,32 @@ class ServedWeights(ABC):
     All ranks make each step together, and an update that one of them refuses is refused by all. The last good state of the policy
     stays in shared memory, which so holds two policies at most: that one, and the update that is being written. Of a drafter the
     state before it stays too, so that an update which another engine has refused can be undone here.
-
-    The three abstract methods are the receiving end, which cotrain/engine/ implements for vLLM's models.
     """
 
-    def __init__(
-        self, checkpoint: Path, dtype: torch.dtype, never_sent: Sequence[str], kept: Path, is_drafter: bool = False
-    ):
-        """checkpoint: folder that the model was loaded from, in `dtype`.
+    def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
+        """model, model_config: vLLM's. target: the policy's model beside which a drafter serves; None for the policy itself.
 
-        never_sent: an update has the checkpoint's tensors, except those whose names end in one of these. kept: name of a hard link to
-        the last good payload, on the payloads' file system; each rank has its own.
+        kept: name of a hard link to the last good payload, on the payloads' file system; each rank has its own.
         """
-        self._checkpoint, self._dtype, self._never_sent, self._is_drafter = checkpoint, dtype, never_sent, is_drafter
+        self.model, self._model_config, self._is_drafter = model, model_config, target is not None
+        self._never_sent = ["rotary_emb.inv_freq"]  # endings of names of the checkpoint
+        if target is not None:
+            self._never_sent += ["t2d", *loading.modules_shared_with_target(model, target)]
+        elif getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+            self._never_sent += ["lm_head.weight"]
         self._kept, self._before, self._new = (kept.with_suffix(s) for s in (".safetensors", ".before", ".new"))
         self._checked: tuple[str, dict[str, str], dict[str, Tensor]] | None = None
         kept.parent.mkdir(parents=True, exist_ok=True)
 
-    @abstractmethod
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Load a whole state dict into the model."""
-
-    @abstractmethod
-    def differing(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> list[str]:
-        """Return the names of the tensors that the model does not serve exactly so. A rank compares its own part.
-
-        columns: how many input columns of packed matrices to compare, others each turn; None compares all.
-        """
-
-    @abstractmethod
-    def of_all_ranks(self, value: T) -> list[T]:
-        """Return the values of all tensor-parallel ranks of the engine, in their order. All of them must call it."""
+    def check_loading(self) -> None:
+        """Raise ValueError that names what an update could not compare: tensors that vLLM computes with while it loads them."""
+        layout = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self._expected().items()
+        }
+        if computed := sorted(trace_of(self.model, layout).arithmetic):
+            architecture = type(self.model).__name__
+            message = f"vLLM's {architecture} computes with {computed[:4]} while it loads them, so that updates could not be checked"
+            raise ValueError(f"{message}; train a policy of another architecture")
 
     def check(self, path: str, digests: dict[str, str]) -> dict[str, Tensor]:
         """Read and check an update without touching the model, and keep its tensors for the next `update`, if it is of them.
@@ -130,15 +126,15 @@ class ServedWeights(ABC):
 
     def last_good(self) -> dict[str, Tensor]:
         """The tensors of the last update, or of the checkpoint that the engine started from."""
-        files = [self._kept] if self._kept.exists() else weight_files(self._checkpoint)
+        files = [self._kept] if self._kept.exists() else weight_files(Path(self._model_config.model))
         found = {name: tensor for file in files for name, tensor in load_file(file).items()}
         return {name: found[name].to(dtype) for name, (_, dtype) in self._expected().items()}
 
     def digests(self, good: dict[str, Tensor]) -> dict[str, str]:
         """Return checksums of tensors that should be served; empty for each that a rank does not serve exactly so."""
-        differing = self.differing(good)
+        differing = loading.differing_tensors(self.model, good)
         own = {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
-        of_ranks = self.of_all_ranks(own)
+        of_ranks = of_all_ranks(own)
         return {name: known if all(of[name] == known for of in of_ranks) else "" for name, known in own.items()}
 
     def on_all_ranks(self, step: Callable[[], T]) -> T:
@@ -148,23 +144,35 @@ class ServedWeights(ABC):
             results.append(step())
         except Exception as failure:
             error = failure
-        reasons = self.of_all_ranks("" if error is None else str(error) or repr(error))
+        reasons = of_all_ranks("" if error is None else str(error) or repr(error))
         if any(reasons):
             named = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
             raise WeightUpdateRefused("; ".join(named if len(reasons) > 1 else reasons)) from error
         return results[0]
 
     def _serve(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> None:
-        self.load(tensors)
+        loading.reload_weights(self.model, self._model_config, tensors)
         self._compare(tensors, columns, turn)
 
     def _compare(self, tensors: dict[str, Tensor], columns: int | None, turn: int) -> None:
-        differing = self.differing(tensors, columns, turn)
+        differing = loading.differing_tensors(self.model, tensors, columns, turn)
         if differing:
             raise WeightUpdateRefused(f"served weights differ from those sent: {differing[:4]}")
 
     def _expected(self) -> Manifest:
-        tensors = read_manifest(self._checkpoint, self._dtype, without=self._never_sent)
+        """The tensors that an update must carry: those of the checkpoint that are sent."""
+        checkpoint = Path(self._model_config.model)
+        tensors = read_manifest(checkpoint, self._model_config.dtype, without=self._never_sent)
         if self._is_drafter:
             return tensors
-        return {name: tensors[name] for name in text_tensors(self._checkpoint, tensors)}  # the learner has no other
+        return {name: tensors[name] for name in text_tensors(checkpoint, tensors)}  # the learner has no other
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Return the values of all tensor-parallel ranks of the engine, in their order. All of them must call it."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    values = [value] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
