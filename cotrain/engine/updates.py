@@ -3,7 +3,7 @@
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine_death import death_in_words
@@ -15,13 +15,6 @@ from cotrain.records import SwapReport, Versions, WeightPayload
 from cotrain.weights.payload import WEIGHTS_UNKNOWN, WeightUpdateRefused
 
 
-class Hold(NamedTuple):
-    """The pause in which the learner sends the policy's weights."""
-
-    since: float
-    pause: AsyncExitStack
-
-
 class UpdatableEngine(EngineProcesses):
     """An engine whose weights change while requests run. Every token carries the versions that generated it."""
 
@@ -29,7 +22,7 @@ class UpdatableEngine(EngineProcesses):
         super().__init__(spec)
         self.versions = spec.versions
         self._before = spec.versions  # the versions before the last update of the drafter
-        self._held: Hold | None = None
+        self._held: tuple[float, AsyncExitStack] | None = None  # since when, and what ends the pause
 
     async def start(self) -> None:
         """See EngineProcesses.start."""
@@ -41,7 +34,7 @@ class UpdatableEngine(EngineProcesses):
         since, pause = time.perf_counter(), AsyncExitStack()
         async with death_in_words(self._engine):
             await pause.enter_async_context(self._paused(True))
-        self._held = Hold(since, pause)
+        self._held = since, pause
 
     async def check_policy(self, payload: WeightPayload) -> None:
         """Check the weights of the next `update_policy` ahead of it. What it would refuse, it will refuse then."""
