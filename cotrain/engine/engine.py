@@ -16,8 +16,7 @@ from typing import Any
 
 from cotrain.acceptance_stats import counts_of_steps, total_counts
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.engine_death import death_in_words
-from cotrain.engine.processes import PARTIAL
+from cotrain.engine.processes import PARTIAL, death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.tap_admission import Admission, TapRequest, first_of_each_prompt, row_bytes
 from cotrain.engine.updates import UpdatableEngine

@@ -5,6 +5,8 @@ the checkpoint.
 """
 
 import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
-from cotrain.engine.derived import derive_again, derived_copies
 from cotrain.engine.load_trace import Box, Loaded, LoadTrace, trace_of
+
+Copy = Callable[[Tensor], Tensor]
+"""Returns a model's own copy of a weight in the layout of the weight, from the weight as it is served; the copy may be of some of its rows alone."""
 
 
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
@@ -132,3 +136,55 @@ def _is_served(view: Tensor, chosen: Tensor | None, to: Box, wanted: Tensor) -> 
             (*to.shape[:-1], num), (*(step // width * num for step in to.stride[:-1]), 1), to.offset // width * num
         )
     return torch.equal(to.of(view).cpu().to(wanted.dtype), wanted)
+
+
+def derived_copies(model: nn.Module) -> dict[int, Copy]:
+    """Return what reads the copy of a module's weight, by the module's id, of all that have one.
+
+    Some models make copies of weights when they are loaded, and compute with these in place of the weights.
+    """
+    module: Any
+    copies: dict[int, Copy] = {
+        id(module.kv_b_proj): partial(_of_latent_attention, module)
+        for module in model.modules()
+        if hasattr(module, "W_UV")
+    }
+    for module in _block_drafters(model):
+        copies[id(module.hidden_norm)] = partial(_of_context_norm, module)
+        for number, layer in enumerate(module.layers):
+            copies[id(layer.self_attn.k_norm)] = partial(_of_key_norm, module, number)
+            copies[id(layer.self_attn.qkv_proj)] = partial(_of_context_projection, module, number)
+    return copies
+
+
+def derive_again(model: nn.Module) -> None:
+    """Make the copies again that a layer-wise reload leaves as they were before it.
+
+    A block drafter makes them at the end of load_weights, when not all weights are in their place yet.
+    """
+    for drafter in _block_drafters(model):
+        drafter._build_fused_kv_buffers()
+
+
+def _block_drafters(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "_build_fused_kv_buffers"))
+
+
+def _of_latent_attention(attention: Any, _: Tensor) -> Tensor:
+    """Latent attention multiplies by two copies of its own: [N, P, L] and [N, L, V] of N heads."""
+    return torch.cat([attention.W_UK_T, attention.W_UV.mT], 1).flatten(0, 1)
+
+
+def _of_context_norm(drafter: Any, _: Tensor) -> Tensor:
+    return drafter._hidden_norm_weight
+
+
+def _of_key_norm(drafter: Any, number: int, _: Tensor) -> Tensor:
+    return drafter._k_norm_weights[number]
+
+
+def _of_context_projection(drafter: Any, number: int, served: Tensor) -> Tensor:
+    """The rows of keys and values of all layers lie in one matrix, with which a block drafter reads its context."""
+    first = drafter.layers[number].self_attn.q_size
+    size = len(served) - first
+    return torch.cat([served[:first], drafter._fused_kv_weight[number * size : (number + 1) * size]])

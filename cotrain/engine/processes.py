@@ -14,16 +14,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cotrain.config.lossless_guard import MODEL_RUNNER, environment_problems, model_runner_problems
 from cotrain.engine.arguments import EngineSpec, engine_arguments, scheduler_for
-from cotrain.engine.engine_death import death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.children import environment
+from cotrain.process.failures import RunFailure
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 PARTIAL = ".partial"
 """Ending of a shard's name until the worker has answered. If the engine dies before, nobody else knows of the shard."""
+
+POLL_SECONDS = 1.0
+MESSAGE = "vLLM's engine process has died: killed from outside, or out of memory"
 
 
 class EngineProcesses:
@@ -139,3 +142,31 @@ def _check_environment() -> None:
     """Raise ValueError naming the first variable that is not allowed. Runs once a process, before vLLM sets its own."""
     for name, reason in environment_problems(os.environ):
         raise ValueError(f"environment variable {name}: {reason}")
+
+
+@asynccontextmanager
+async def death_in_words(engine: Any, poll_seconds: float = POLL_SECONDS) -> AsyncIterator[None]:
+    """Raise RunFailure when the engine process dies while the body waits for it.
+
+    vLLM then raises an error in requests, but the answer to its other calls, such as a weight update, never comes. engine: vLLM's
+    AsyncLLM. The body is cancelled within two polls of the death.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(_watch(engine, poll_seconds))
+            yield
+            watching.cancel()
+    except BaseExceptionGroup as errors:
+        error = errors.exceptions[0]
+        if isinstance(error, EngineDeadError):
+            raise RunFailure(MESSAGE) from error
+        raise error from error.__cause__
+
+
+async def _watch(engine: Any, poll_seconds: float) -> None:
+    while not engine.errored:
+        await asyncio.sleep(poll_seconds)
+    await asyncio.sleep(poll_seconds)  # most waits end by themselves, with vLLM's own error
+    raise RunFailure(MESSAGE)

@@ -6,8 +6,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.engine_death import death_in_words
-from cotrain.engine.processes import EngineProcesses
+from cotrain.engine.processes import EngineProcesses, death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.failures import RunFailure

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.engine import derived, loading
+from cotrain.engine import loading
 from cotrain.engine.worker import EngineWorker
 from cotrain.lossless.setting import PLAIN, Setting
 from cotrain.models.loading import resolve_model
@@ -39,10 +39,12 @@ DFLASH = DFlashConfig(type="dflash", draft_vocab_size=DRAFT_VOCABULARY, aux_laye
 def spoil_next_copies(worker: EngineWorker) -> None:
     """Let the copies that are made after the next update be of other weights."""
 
+    derive_again = loading.derive_again
+
     def make_wrongly(model: torch.nn.Module) -> None:
-        loading.derive_again = derived.derive_again
-        derived.derive_again(model)
-        for drafter in derived._block_drafters(model):
+        loading.derive_again = derive_again
+        derive_again(model)
+        for drafter in loading._block_drafters(model):
             drafter._fused_kv_weight[0] += 1
 
     loading.derive_again = make_wrongly

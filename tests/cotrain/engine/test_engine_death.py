@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cotrain.engine.engine_death import death_in_words
+from cotrain.engine.processes import death_in_words
 from cotrain.process.failures import RunFailure
 
 
