@@ -38,11 +38,6 @@ class EngineSpec:
         """Whether anything proposes draft tokens."""
         return self.drafter_folder is not None or self.rollout.history is not None
 
-    @property
-    def chooses_length(self) -> bool:
-        """Whether the engine may choose the draft length that is fastest."""
-        return self.speculates and self.rollout.speculation.adaptive
-
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """The arguments of AsyncEngineArgs. Raises ValueError when there are fewer GPUs than tensor-parallel ranks.

@@ -61,7 +61,7 @@ class RolloutEngine(UpdatableEngine):
             raise ValueError(f"draft tokens must be 0..{most}, not {num_speculative_tokens}")
         if not self.spec.speculates:
             return
-        self._chooses = num_speculative_tokens is None and self.spec.chooses_length
+        self._chooses = num_speculative_tokens is None and self.spec.rollout.speculation.adaptive
         if self._chooses:
             await self.in_scheduler(DraftLengths.adapt, self.spec.rollout.history is not None)
         else:

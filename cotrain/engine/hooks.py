@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cotrain.engine.scheduling import computes_prompts
+from cotrain.engine.interface import computes_prompts
 from cotrain.engine.tap import FeatureTap
 from cotrain.engine.tap_ring import TapRing
 from cotrain.transport.features import FeatureRecord

@@ -51,6 +51,18 @@ def attached(carrier: Any) -> Any:
     return getattr(carrier, "cotrain", None)
 
 
+def computes_prompts(output: Any) -> bool:
+    """Return whether a step (vLLM's SchedulerOutput) computes more of any request than its last token and the draft tokens after it.
+
+    That is the case for prompts, in chunks or whole, and for what is computed again after a preemption or an update of
+    the policy.
+    """
+    drafts = output.scheduled_spec_decode_tokens
+    more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
+    # A new request looks like decoding when all of its prompt but one token is in the cache.
+    return more or bool(output.scheduled_new_reqs)
+
+
 def moved() -> list[str]:
     """Return what is not as in KNOWN_VERSION: what was expected and what is there."""
     spec = find_spec("vllm")

@@ -7,7 +7,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from cotrain.engine.interface import attach
+from cotrain.engine.interface import attach, computes_prompts
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.process.children import follow_parent
 from drafters.config import BLOCK_DRAFTERS
@@ -91,18 +91,6 @@ def _call_draft_lengths(core: Any, method: str, args: list[Any], options: dict[s
 
 # vLLM's "utility" calls look methods of the engine core up by name; it has no hook to add one.
 EngineCore.cotrain_draft_lengths = _call_draft_lengths
-
-
-def computes_prompts(output: Any) -> bool:
-    """Return whether a step computes more of any request than its last token and the draft tokens after it.
-
-    That is the case for prompts, in chunks or whole, and for what is computed again after a preemption or an update of
-    the policy.
-    """
-    drafts = output.scheduled_spec_decode_tokens
-    more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
-    # A new request looks like decoding when all of its prompt but one token is in the cache.
-    return more or bool(output.scheduled_new_reqs)
 
 
 def _generated(sampled: Any) -> dict[str, int]:

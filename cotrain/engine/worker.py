@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cotrain.engine.hooks import DraftingHook, sample_plainly_without_drafts
 from cotrain.engine.interface import wrap
+from cotrain.engine.model_runner_v2 import SpeculatorHook
 from cotrain.engine.served import ServedWeights
 from cotrain.engine.tap_admission import TapRequest
 from cotrain.process.children import follow_parent
@@ -16,8 +18,6 @@ from drafters.base import SamplingParams
 
 if TYPE_CHECKING:
     from cotrain.engine.history import HistoryDrafting
-    from cotrain.engine.hooks import DraftingHook
-    from cotrain.engine.model_runner_v2 import SpeculatorHook
 
 
 class EngineWorker:
@@ -26,7 +26,7 @@ class EngineWorker:
     Methods without a docstring call one of ServedWeights, HistoryDrafting, SuffixIndex or vLLM's worker: see there.
     """
 
-    hook: "DraftingHook | SpeculatorHook"  # where there is a drafter
+    hook: DraftingHook | SpeculatorHook  # where there is a drafter
     history: "HistoryDrafting"  # where there is a history
     weights: dict[bool, ServedWeights]  # True holds the drafter's, False the policy's
 
@@ -40,9 +40,6 @@ class EngineWorker:
         scratch: the engine's folder, where the ranks keep the last good weights; on the file system that updates are sent over.
         history: (most bytes of the index of rollouts, whether its drafts are drawn), or None without an index.
         """
-        from cotrain.engine.hooks import DraftingHook, sample_plainly_without_drafts
-        from cotrain.engine.model_runner_v2 import SpeculatorHook
-
         follow_parent()
         self._has_history = history is not None
         worker, runner = self.worker, self.worker.model_runner
@@ -61,7 +58,7 @@ class EngineWorker:
             config = worker.speculative_config.draft_model_config
             self.weights[True] = ServedWeights(worker.get_draft_model(), config, kept / "drafter", target)
         if history is not None:
-            from cotrain.engine.history import HistoryDrafting
+            from cotrain.engine.history import HistoryDrafting  # and numba, which takes seconds
             from drafters.suffix.index import SuffixIndex
 
             max_bytes, draws = history

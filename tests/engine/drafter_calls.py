@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from cotrain.engine.scheduling import computes_prompts
+from cotrain.engine.interface import computes_prompts
 from cotrain.engine.worker import EngineWorker
 from cotrain.engine.worker_extension import CotrainWorker
 
