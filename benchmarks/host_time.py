@@ -69,7 +69,7 @@ def hook_with(step: Step, num_tapped: int, max_new_tokens: int) -> DraftingHook:
 
 def settle(hook: DraftingHook) -> None:
     """Wait for what the hook does beside the steps."""
-    hook.ring.settle()
+    hook.ring.beside(lambda: None).result()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 

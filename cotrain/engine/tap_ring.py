@@ -73,12 +73,6 @@ class TapRing:
         """Let the thread do this once the tap has all rows of earlier steps."""
         return self._thread.submit(work)
 
-    def settle(self) -> None:
-        """Wait until the tap has all rows of earlier steps. Raises what the thread has raised."""
-        self.beside(lambda: None).result()
-        while self._waiting:
-            self._waiting.popleft()[0].result()
-
     def _find(self, ids: list[str]) -> None:
         """Look up the tapped requests of a batch, if it or the tapped requests have changed."""
         if self._batch == (ids, self._tap.changes):

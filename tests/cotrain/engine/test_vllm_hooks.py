@@ -17,6 +17,7 @@ from cotrain.engine import tap_ring
 from cotrain.engine.hooks import Rows, TapHook
 from cotrain.engine.interface import wrap
 from cotrain.engine.tap_admission import TapRequest
+from cotrain.engine.tap_ring import TapRing
 from cotrain.engine.worker import EngineWorker
 from cotrain.transport.features import read_shard
 
@@ -93,6 +94,13 @@ def tapping(hook: TapHook, names: Sequence[str]) -> "Tapped":
     return rows
 
 
+def settle(ring: TapRing) -> None:
+    """Wait until the tap has all rows of earlier steps. Raises what the thread has raised."""
+    ring.beside(lambda: None).result()
+    for waiting, _ in ring._waiting:
+        waiting.result()
+
+
 class Tapped(UserList):
     """Rows that the tap was given, complete whenever they are looked at."""
 
@@ -101,11 +109,11 @@ class Tapped(UserList):
         self.hook = hook
 
     def __len__(self) -> int:
-        self.hook.ring.settle()
+        settle(self.hook.ring)
         return len(self.data)
 
     def __getitem__(self, index):
-        self.hook.ring.settle()
+        settle(self.hook.ring)
         return self.data[index]
 
 
@@ -346,7 +354,7 @@ def test_rows_carry_the_policy_version_of_their_step():
     for hook.tap.policy_version in (4, 5):
         draft(runner, 2)
     gate.set()
-    hook.ring.settle()
+    settle(hook.ring)
     assert versions == [4, 5]
 
 
@@ -362,7 +370,7 @@ def test_a_tap_that_cannot_keep_up_drops_whole_rollouts(monkeypatch):
     runner.input_batch.req_ids = ["b1r0-0a1b2c3d", "untapped-0"]
     draft(runner, 2)
     gate.set()
-    hook.ring.settle()
+    settle(hook.ring)
     assert hook.tap.dropped == 1 and hook.tap.names() == {"b1r1"}
     assert hook.tap.take("b1r0", torch.arange(10), 0) is None
     assert hook.tap.take("b1r1", torch.arange(10), 0) is not None
@@ -375,7 +383,7 @@ def test_what_the_thread_raises_is_raised_in_a_later_call():
     hook.tap.record = lambda *row: 1 / 0
     draft(runner, 2)
     with pytest.raises(ZeroDivisionError):
-        hook.ring.settle()
+        settle(hook.ring)
 
 
 def test_vllm_puts_its_own_suffix_on_request_ids():
