@@ -4,6 +4,7 @@ Like cpu.py and weights.py, it touches vLLM's internals in the worker. model_run
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -33,45 +34,28 @@ class Rows(NamedTuple):
         return self.first_position + len(self.hidden)
 
 
-class UnreadRows:
-    """Rows that the drafter has not read yet, by request and in the order of its text.
+def leading_up_to(step: Sequence[Rows], waiting: Sequence[Rows]) -> list[Rows]:
+    """Return the waiting rows that lead up to the rows of a step without a gap, in one piece for each request.
 
-    A drafter attends to every position before the one it drafts at. While speculation is off, the drafter's pass is left out,
-    and the rows that it would have read wait here, until drafting begins again or no more would fit into one pass.
+    The token that follows is added, so that there is one token more than hidden states. A request that is computed again
+    after a preemption or an update of the policy needs only what lies before its new first row.
     """
-
-    def __init__(self) -> None:
-        self._runs: dict[str, list[Rows]] = {}
-        self.num_rows = 0  # of a pass that reads all of them, at most; whoever adds rows counts them
-
-    def add(self, rows: Rows) -> None:
-        """Keep rows, whose tensors must not change any more. If they do not continue the request's earlier rows, forget those."""
-        run = self._runs.setdefault(rows.request, [])
+    runs = defaultdict[str, list[Rows]](list)
+    for rows in waiting:
+        run = runs[rows.request]
         if run and run[-1].end != rows.first_position:
             run.clear()
         run.append(rows)
-
-    def clear(self) -> None:
-        self._runs.clear()
-        self.num_rows = 0
-
-    def take(self, step: Sequence[Rows]) -> list[Rows]:
-        """Return the rows that lead up to the rows of a step, in one piece for each request. All others are forgotten.
-
-        The token that follows is added, so that there is one token more than hidden states. A request that is computed again
-        after a preemption or an update of the policy needs only what lies before its new first row.
-        """
-        found = []
-        for rows in step:
-            run = self._runs.get(rows.request)
-            if run and run[0].first_position < rows.first_position <= run[-1].end:
-                length = rows.first_position - run[0].first_position
-                token_ids = torch.cat([part.token_ids for part in run])[:length]
-                hidden = torch.cat([part.hidden for part in run])[:length]
-                followed = torch.cat([token_ids, rows.token_ids[:1]])
-                found.append(Rows(rows.request, run[0].first_position, followed, hidden))
-        self.clear()
-        return found
+    found = []
+    for rows in step:
+        run = runs[rows.request]
+        if run and run[0].first_position < rows.first_position <= run[-1].end:
+            length = rows.first_position - run[0].first_position
+            token_ids = torch.cat([part.token_ids for part in run])[:length]
+            hidden = torch.cat([part.hidden for part in run])[:length]
+            followed = torch.cat([token_ids, rows.token_ids[:1]])
+            found.append(Rows(rows.request, run[0].first_position, followed, hidden))
+    return found
 
 
 def sample_plainly_without_drafts(sample: Callable[..., Any], logits: Any, drafts: Any) -> Any:
@@ -141,12 +125,13 @@ class DraftingHook(TapHook):
     vLLM runs the drafter's first pass over the step's tokens even for draft length 0, to keep its KV cache complete. Here 0
     means "speculation is off", and off has to cost nothing, so the pass is left out. With `reads_prompts`, speculation may
     come back in the middle of a request. Steps that compute prompts then keep the pass, and the rows of the other steps are
-    put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in what it attends to.
+    put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in what it attends to. They
+    are read before as well when no more would fit into one pass.
     """
 
     def __init__(self, model_runner: Any, *options: Any):
         super().__init__(model_runner, *options)
-        self._unread = UnreadRows()
+        self._unread, self._num_unread = list[Rows](), 0  # rows put aside, and the most rows of a pass that reads them
         self._propose, model_runner.propose_draft_token_ids = model_runner.propose_draft_token_ids, self.draft
 
     @property
@@ -178,19 +163,19 @@ class DraftingHook(TapHook):
         leave_out = off and not (self.reads_prompts and computes_prompts(scheduler_output))
         drafter, num_rows = self._runner.drafter, scheduler_output.total_num_scheduled_tokens
         num_rows += drafter.net_num_new_slots_per_request * len(scheduler_output.num_scheduled_tokens)
-        if not self.reads_prompts:
-            self._unread.clear()
-        elif self._unread.num_rows and not (leave_out and self._unread.num_rows + num_rows <= drafter.max_num_tokens):
-            self._read_late(hidden, attention, sampling_metadata)
+        if not leave_out or self._num_unread + num_rows > drafter.max_num_tokens:
+            unread, self._unread, self._num_unread = self._unread, [], 0
+            if unread and self.reads_prompts:
+                self._read_late(unread, hidden, attention, sampling_metadata)
         if not leave_out:
             return self._propose(scheduler_output, sampled, sampling_metadata, hidden, *rest)
         if self.reads_prompts:
-            self._unread.num_rows += num_rows
+            self._num_unread += num_rows
             rows_of_step = self._rows(attention, aux_hidden or [hidden])
             # sampled [R, 1 or more] is -1 after the last valid token. Only as many of a request's rows belong to its text.
             for rows, num_valid in zip(rows_of_step, (sampled >= 0).sum(1).tolist(), strict=False):
                 token_ids, states = rows.token_ids[:num_valid], rows.hidden[:num_valid]
-                self._unread.add(Rows(rows.request, rows.first_position, token_ids, states))
+                self._unread.append(Rows(rows.request, rows.first_position, token_ids, states))
         return self.no_drafts(scheduler_output, sampled)
 
     def _rows(self, batch: Any, hidden: list[Tensor]) -> list[Rows]:
@@ -214,16 +199,15 @@ class DraftingHook(TapHook):
         starts = batch.query_start_loc_cpu[: len(request_ids) + 1].numpy()  # there may be padding after them
         return request_ids, starts, self._runner._get_positions(int(starts[-1])), self._runner.input_ids.gpu
 
-    def _read_late(self, hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
-        """Let the drafter read the waiting rows of the requests of this step, up to the step's own rows.
+    def _read_late(self, unread: list[Rows], hidden: Tensor, attention: Any, sampling_metadata: Any) -> None:
+        """Let the drafter read the rows that were put aside of the requests of this step, up to the step's own rows.
 
         A draft length of 0 makes vLLM's propose run the first pass alone, which fills the drafter's KV cache. A small
         draft model reads the token that follows as well, in a row of its own.
         """
         drafter, step = self._runner.drafter, self._rows(attention, [hidden[:, :0]])
         number = {rows.request: i for i, rows in enumerate(step)}
-        runs = self._unread.take(step)
-        if not runs:
+        if not (runs := leading_up_to(step, unread)):
             return
         blocks = attention.block_table_tensor[[number[run.request] for run in runs]]
         positions = torch.cat([torch.arange(run.first_position, run.end) for run in runs])
