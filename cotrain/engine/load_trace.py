@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cotrain.weights.payload import Manifest
+
 MOVES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 FILLS = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
 
@@ -117,21 +119,20 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_Layout = dict[str, tuple[torch.Size, torch.dtype]]
-_TRACES: WeakKeyDictionary[nn.Module, tuple[_Layout, LoadTrace]] = WeakKeyDictionary()
+_TRACES: WeakKeyDictionary[nn.Module, tuple[Manifest, LoadTrace]] = WeakKeyDictionary()
 """The last trace of each model: updates of one layout need no other."""
 
 
 def trace_of(model: nn.Module, tensors: dict[str, Tensor]) -> LoadTrace:
     """Return what the model's loader does with tensors of these names and shapes. Only a change of layout is traced again."""
-    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    layout: Manifest = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if model not in _TRACES or _TRACES[model][0] != layout:
         _TRACES[model] = layout, _trace(model, layout)
     return _TRACES[model][1]
 
 
 @torch.no_grad()
-def _trace(model: Any, layout: _Layout) -> LoadTrace:
+def _trace(model: Any, layout: Manifest) -> LoadTrace:
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
     given = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in layout.items()}

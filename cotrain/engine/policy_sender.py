@@ -7,20 +7,19 @@ policy.weight_transfer, an engine checks weights first and can undo an update. I
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+from cotrain.weights.payload import Manifest
 
 
 class PolicySource(WeightSource):
     """The policy's tensors as vLLM asks for them: by checkpoint name, with floating-point tensors in the serving dtype."""
 
-    def __init__(self, layout: Layout, tensors: Callable[[], Iterator[tuple[str, Tensor]]]):
+    def __init__(self, layout: Manifest, tensors: Callable[[], Iterator[tuple[str, Tensor]]]):
         """layout: shape and dtype of each tensor. tensors: yields all of them; all ranks iterate together."""
         self._layout, self._tensors = layout, tensors
 
