@@ -154,10 +154,10 @@ class RolloutEngines(Replicas):
             if self.node_of[engine] == node:
                 self.begin(engine, RolloutEngine.check_policy, payload)
 
-    def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
+    def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
-        returned, num_bytes = self._send_policy(self._transfer, keep_kv) if self._transfer else ([], payload.num_bytes)
-        reports, refusal = self._update(RolloutEngine.update_policy, payload, policy_version, keep_kv)
+        returned, num_bytes = self._send_policy(self._transfer) if self._transfer else ([], payload.num_bytes)
+        reports, refusal = self._update(RolloutEngine.update_policy, payload, policy_version)
         if refusal is not None:
             raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")
         self._current.record_policy(payload, policy_version)
@@ -165,7 +165,7 @@ class RolloutEngines(Replicas):
             self._take_over(engine, min({*self.in_dispatch} - {*returned}))
         return SwapReport(max(report.seconds for report in reports.values()), num_bytes)
 
-    def _send_policy(self, transfer: PolicyTransfer, keep_kv: bool) -> tuple[list[int], int]:
+    def _send_policy(self, transfer: PolicyTransfer) -> tuple[list[int], int]:
         """Let the learner send its weights to the engines, which stay paused until `update_policy`.
 
         An engine that dies meanwhile ends the run, because the learner waits for it. Returns the restarted engines that take
@@ -173,7 +173,7 @@ class RolloutEngines(Replicas):
         """
         returning, self._returning = self._returning, []
         self._away.difference_update(returning)
-        held = {engine: self.begin(engine, RolloutEngine.hold, keep_kv) for engine in self.in_dispatch}
+        held = {engine: self.begin(engine, RolloutEngine.hold) for engine in self.in_dispatch}
         self.results(held, UPDATE_SECONDS)
         num_bytes = transfer.send([self._actors[engine] for engine in self.in_dispatch])
         return [engine for engine in returning if engine in self.in_dispatch], num_bytes

@@ -68,11 +68,6 @@ def _lag_rules(config: RunConfig) -> Iterator[str]:
     policy, stream = config.policy, config.stream
     lag = f"stream.max_policy_lag = {stream.max_policy_lag}"
     if stream.max_policy_lag == 0:
-        if stream.on_swap != "recompute":
-            yield (
-                f'stream.on_swap: "{stream.on_swap}" has no effect with {lag}, where no rollout is under way when '
-                "weights are swapped; leave on_swap out, or raise max_policy_lag"
-            )
         return
     if stream.max_policy_lag >= config.steps:
         yield f"stream.max_policy_lag: {stream.max_policy_lag} is not below steps = {config.steps}; lower it"
@@ -84,11 +79,6 @@ def _lag_rules(config: RunConfig) -> Iterator[str]:
     if policy.old_log_probs == "recomputed" and policy.behaviour_correction is None:
         fix = 'set policy.behaviour_correction = "truncate" or "mask", or old_log_probs = "rollout"'
         yield f'policy.old_log_probs: "recomputed" without a correction ignores the lag of {lag}; {fix}'
-    if stream.on_swap == "keep_kv" and config.drafter is not None and config.lossless.every:
-        yield (
-            "lossless.every: the monitor compares rollouts with the distribution of one policy, and keep_kv mixes two; set "
-            'lossless.every = 0, or stream.on_swap = "recompute"'
-        )
 
 
 def _engine_rules(config: RunConfig) -> Iterator[str]:

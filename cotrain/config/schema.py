@@ -180,13 +180,11 @@ class RolloutConfig(Section):
 
 
 class StreamConfig(Section):
-    """How far generation may run ahead of learning."""
+    """How far generation may run ahead of learning. Rollouts in progress when the policy's weights change continue under the new
+    policy, with a recomputed KV cache."""
 
     max_policy_lag: NonNegativeInt = 0
     """Most policy versions between generating a token and training on it. 0: synchronous. Above 0: both overlap."""
-    on_swap: Literal["recompute", "finish", "keep_kv"] = "recompute"
-    """Running rollouts when the policy's weights change. recompute: they continue under the new policy with a recomputed KV cache.
-    finish: they end before the swap. keep_kv: they continue on the KV cache of the old policy."""
     reward_timeout_s: PositiveFloat = 60.0
     """Seconds for the rewards of one prompt's samples; then the scoring process restarts, and they are generated again."""
 

@@ -216,7 +216,7 @@ class RolloutEngine(UpdatableEngine):
         paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
         async with death_in_words(engine), paused:
             for name, request in requests.items():
-                prompt = {"prompt_token_ids": request.prompt_token_ids} | self._salt
+                prompt = {"prompt_token_ids": request.prompt_token_ids}
                 own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
                 queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
         return queues

@@ -30,18 +30,17 @@ class UpdatableEngine(EngineProcesses):
         self.versions = spec.versions
         self._before = spec.versions  # the versions before the last update of the drafter
         self._held: Hold | None = None
-        self._salt: dict[str, str] = {}  # keeps requests from reusing cached prefixes of an older policy version
 
     async def start(self) -> None:
         """See EngineProcesses.start."""
         await super().start()
         await self._stamp(self.versions)
 
-    async def hold(self, keep_kv: bool) -> None:
-        """Make no step until the next `update_policy`. The learner sends the weights meanwhile. keep_kv: see there."""
+    async def hold(self) -> None:
+        """Make no step until the next `update_policy`. The learner sends the weights meanwhile."""
         since, pause = time.perf_counter(), AsyncExitStack()
         async with death_in_words(self._engine):
-            await pause.enter_async_context(self._paused(not keep_kv))
+            await pause.enter_async_context(self._paused(True))
         self._held = Hold(since, pause)
 
     async def check_policy(self, payload: WeightPayload) -> None:
@@ -49,17 +48,17 @@ class UpdatableEngine(EngineProcesses):
         with suppress(RunFailure, RuntimeError):
             await self.on_workers(EngineWorker.check_policy, payload.path, payload.digests)
 
-    async def update_policy(self, payload: WeightPayload, policy_version: int, keep_kv: bool = False) -> SwapReport:
+    async def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights. Requests in flight are preempted and computed again with the new weights.
 
-        After `hold`, what is served is only compared with the payload, because the learner has sent it. keep_kv: requests in
-        flight continue on the KV cache of the previous policy instead. Raises WeightUpdateRefused with the worker's reason, and
-        the old weights stay. Raises RunFailure when it is not known which weights are served.
+        After `hold`, what is served is only compared with the payload, because the learner has sent it. Raises
+        WeightUpdateRefused with the worker's reason, and the old weights stay. Raises RunFailure when it is not known which weights
+        are served.
         """
         if policy_version < self.versions.policy:
             raise ValueError(f"policy version {policy_version} is older than the served {self.versions.policy}")
         if not (sent := self._held is not None):
-            await self.hold(keep_kv)
+            await self.hold()
         assert self._held is not None
         (since, pause), self._held = self._held, None
         async with death_in_words(self._engine), pause:
@@ -67,7 +66,6 @@ class UpdatableEngine(EngineProcesses):
             await self._weights(call)
             # Still paused, so that the first token after the pause carries the new version.
             await self._stamp(Versions(policy_version, self.versions.drafter))
-            self._salt = {"cache_salt": str(policy_version)} if keep_kv else {}
         return SwapReport(time.perf_counter() - since, payload.num_bytes)
 
     async def update_drafter(

@@ -45,13 +45,10 @@ class Checks:
             self._console.say(f"tapped hidden states are the policy's own (relative error {error:.1g})")
 
     def log_probs(self, step: int, metrics: dict[str, float], lag_max: float) -> None:
-        """Check the first step or, with lag and unless on_swap is keep_kv, each step's tokens from the newest policy.
-
-        metrics: those of the policy's update.
-        """
-        rollout, stream = self._config.rollout, self._config.stream
+        """Check the first step or, with lag, each step's tokens from the newest policy. metrics: those of the policy's update."""
+        rollout = self._config.rollout
         gap = metrics.get("policy/rollout_log_prob_gap")
-        if stream.max_policy_lag and stream.on_swap != "keep_kv":
+        if self._config.stream.max_policy_lag:
             gap = metrics.get("policy/rollout_log_prob_gap_lag_0") if lag_max else gap
         elif step != self._first_step or lag_max:
             return

@@ -253,16 +253,11 @@ class Controller:
         return outcome, metrics, payload
 
     def _swap_policy(self, step: int, payload: WeightPayload) -> SwapReport:
-        drafter, nodes, ledger, reactor = self.roles.drafter, self.roles.nodes, self.producer.ledger, self.roles.reactor
-        if self.config.stream.on_swap == "finish":
-            started = time.perf_counter()
-            reactor.until(lambda: not ledger.count("admitted", "dispatched"))
-            self.producer.windows.waited(time.perf_counter() - started)
-        version = self.versions.policy + 1
+        drafter, nodes, version = self.roles.drafter, self.roles.nodes, self.versions.policy + 1
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
             self._heads = drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), version)
-        swap = self.roles.engines.update_policy(payload, version, self.config.stream.on_swap == "keep_kv")
+        swap = self.roles.engines.update_policy(payload, version)
         self.records.event(step, "policy swapped", version=version)
         return swap
 

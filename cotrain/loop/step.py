@@ -68,10 +68,10 @@ class StepResult:
     def row(self, config: RunConfig) -> dict[str, float]:
         """Return the metrics of the step."""
         lags, num_engines = config.stream.max_policy_lag > 0, config.rollout.num_engines
-        recomputes, batch = config.stream.on_swap != "keep_kv", self.window.batch
+        batch = self.window.batch
         row = self.stream | lag_metrics([one.rollout for one in self.scored], self.served.policy)
         drafter_version = self.served.drafter if config.drafter is not None else -1
-        row |= rollout_metrics(self.scored, batch, drafter_version, recomputes, num_engines)
+        row |= rollout_metrics(self.scored, batch, drafter_version, recomputes=True, num_engines=num_engines)
         row |= self.lossless | self.history
         for outcome in self.outcomes:
             row |= outcome.metrics

@@ -41,7 +41,7 @@ class PublisherSpec:
 def publisher_spec(config: RunConfig) -> PublisherSpec:
     """Return the settings of a run's publisher."""
     assert config.drafter is not None
-    return PublisherSpec(config.drafter, config.steps, config.stream.on_swap != "keep_kv")
+    return PublisherSpec(config.drafter, config.steps, recomputes=True)
 
 
 class Engines(Protocol):

@@ -60,7 +60,7 @@ class Engines:
 
     def begin_check_policy(self, payload: WeightPayload, node: str) -> None: ...
 
-    def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool) -> SwapReport:
+    def update_policy(self, payload: WeightPayload, version: int) -> SwapReport:
         self.world.current.record_policy(payload, version)
         return SwapReport(0.2, 10)
 

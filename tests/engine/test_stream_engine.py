@@ -31,7 +31,7 @@ def models(target_model: Any, moved_target_state: State) -> list[Any]:
 
 
 def swap_while_generating(
-    live: LiveEngine, states: list[State], drafters: list[State], keep_kv: bool, **sampling: Any
+    live: LiveEngine, states: list[State], drafters: list[State], **sampling: Any
 ) -> tuple[RolloutBatch, int]:
     """Policies take turns, and so do drafters, until the rollouts are finished. Returns them and the number of swaps."""
     policies = [live.payload(state) for state in states]
@@ -43,7 +43,7 @@ def swap_while_generating(
         while not task.done():
             await asyncio.sleep(0.2)
             version = engine.versions.policy + 1
-            await engine.update_policy(policies[version % 2], version, keep_kv)
+            await engine.update_policy(policies[version % 2], version)
             await engine.update_drafter(payloads[swaps % 2], engine.versions.drafter + 1)
             swaps += 1
         return await task, swaps
@@ -108,13 +108,13 @@ def swapped(
 ) -> Callable[..., tuple[RolloutBatch, int]]:  # fmt: skip
     """Generate while both change; the first policy and a fitted drafter come first."""
 
-    def run(keep_kv: bool = False, **sampling: Any) -> tuple[RolloutBatch, int]:
+    def run(**sampling: Any) -> tuple[RolloutBatch, int]:
         if fresh.engine.versions.policy % 2 == 0:
             fresh.send_policy(moved_target_state)
         fresh.send_policy(target_state)
         fresh.send_drafter(fitted_drafter.state_for_serving())
         drafters = [untrained_drafter.state_for_serving(), fitted_drafter.state_for_serving()]
-        return swap_while_generating(fresh, [target_state, moved_target_state], drafters, keep_kv, **sampling)
+        return swap_while_generating(fresh, [target_state, moved_target_state], drafters, **sampling)
 
     return run
 
@@ -167,19 +167,6 @@ def test_hidden_states_are_those_of_the_last_policy(
         assert record.earlier_tokens == rollout.segments[-1].start
         assert record.feature_mask.float().mean() > 0.9
         assert check_features(record, models[record.policy_version % 2]) < 1e-4
-
-
-def test_keys_and_values_that_are_kept_leave_rows_of_earlier_versions_out(
-    fresh: LiveEngine, swapped: Callable[..., tuple[RolloutBatch, int]], models: list[Any]
-) -> None:
-    batch, _ = swapped(keep_kv=True)
-    check_segments(batch, 0)
-    for record, rollout in zip(records_of(batch), batch.rollouts, strict=True):
-        policies = [s.versions.policy for s in rollout.segments]
-        start = len(rollout.prompt_token_ids) + rollout.segments[policies.index(policies[-1])].start
-        # The row of the last token before the swap may be computed after it.
-        assert not record.feature_mask[: start - 1].any() and record.feature_mask[start:-1].all()
-    fresh.run(fresh.engine.reset_prefix_cache())
 
 
 def test_calls_overlap_and_each_gets_its_own(fresh: LiveEngine, fitted_drafter: Drafter, target_model: Any) -> None:

@@ -43,7 +43,7 @@ class Engine:
         self._note("undo")
         self.served.pop()
 
-    def update_policy(self, payload: WeightPayload, version: int, keep_kv: bool = False) -> SwapReport:
+    def update_policy(self, payload: WeightPayload, version: int) -> SwapReport:
         self._note(f"{payload.path} p{version}")
         return SwapReport(1.0, payload.num_bytes)
 

@@ -175,12 +175,7 @@ LAG = "stream.max_policy_lag=1"
             "rollout.top_k",
         ),
         ([LAG, "policy.old_log_probs=recomputed"], 'policy.old_log_probs: "recomputed" without a correction ignores'),
-        (
-            [LAG, "stream.on_swap=keep_kv"],
-            "lossless.every: the monitor compares rollouts with the distribution of one policy",
-        ),
         (["stream.max_policy_lag=4"], "stream.max_policy_lag: 4 is not below steps = 4; lower it"),
-        (["stream.on_swap=finish"], 'stream.on_swap: "finish" has no effect with stream.max_policy_lag = 0'),
         (["stream.max_policy_lag=-1"], "stream.max_policy_lag: "),
         (["stream.reward_timeout_s=0"], "stream.reward_timeout_s: "),
     ],
@@ -195,9 +190,7 @@ def test_what_does_not_go_with_lag_is_refused(overrides: list[str], message: str
     "overrides",
     [
         [LAG],
-        ["stream.max_policy_lag=3", "stream.on_swap=finish"],
-        [LAG, "stream.on_swap=keep_kv", "lossless.every=0"],
-        [LAG, "stream.on_swap=keep_kv", "drafter=none"],
+        ["stream.max_policy_lag=3"],
         [LAG, "policy.old_log_probs=recomputed", "policy.behaviour_correction=truncate"],
         [LAG, "policy.importance_ratio=sequence"],
     ],
