@@ -14,8 +14,8 @@ from cotrain.acceptance_stats import counts_by_depth
 from cotrain.actors.learner import Pending
 from cotrain.config.schema import RunConfig
 from cotrain.loop.checks import Checks
-from cotrain.loop.ledger import check_lag
-from cotrain.loop.producer import GroupResult, Producer, Prompts
+from cotrain.loop.ledger import Group, check_lag
+from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.roles import Roles
 from cotrain.loop.saving import Checkpoints
 from cotrain.loop.step import Clock, StepResult
@@ -56,8 +56,6 @@ class Records:
         """Record what was decided about the drafter. Raises the failure that ends the run, if there is one."""
         for event in outcome.events:
             self.decisions.write(event.step, asdict(event))
-        if outcome.events:
-            self.tracker.log_decisions(self.decisions.path, outcome.events[-1])
         if outcome.failure is not None:
             raise outcome.failure
 
@@ -176,8 +174,8 @@ class Controller:
             step, served, scored, prompts, window, stream, history, lossless, outcomes, learned, swaps, seconds
         )
 
-    def _take(self) -> list[GroupResult]:
-        taken: list[GroupResult] = []
+    def _take(self) -> list[Group]:
+        taken: list[Group] = []
 
         def is_there() -> bool:
             self._checkpoints.poll()
@@ -187,7 +185,7 @@ class Controller:
         self.roles.reactor.until(is_there)
         return taken
 
-    def _scored(self, groups: list[GroupResult]) -> list[ScoredRollout]:
+    def _scored(self, groups: list[Group]) -> list[ScoredRollout]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [reward for group in groups for reward in group.rewards]
         # Not by prompt: where another prompt has taken the place of one that was lost, two groups may have the same.

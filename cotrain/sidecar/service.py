@@ -173,7 +173,6 @@ class DrafterService:
     def _note(self, events: list[DrafterEvent]) -> None:
         for event in events:
             self._decisions.write(event.step, asdict(event))
-            self._tracker.log_decisions(self._decisions.path, event)
             if event.is_bad_news:
                 self._console.say(f"  {event.kind}: {event.reason}")
 

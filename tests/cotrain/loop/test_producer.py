@@ -127,13 +127,13 @@ def test_a_group_that_failed_ends_the_run_between_steps_when_all_else_is_scored(
     def answer(reference: Reference) -> None:
         Stream.answer(stream, reference)
         number = next((n for n, begun in stream.begun() if begun is reference), None)
-        if number is not None and stream.producer._results[number].prompt.id in second[1:3]:
+        if number is not None and stream.producer.ledger.groups[number].prompt.id in second[1:3]:
             reference.result = TaskFailed(f"task.reward raised KeyError in group {number}")
 
     stream.answer = answer
     stream.step()
     if lag:  # the groups of the next step are there already, and the step under way does not mind
-        stream.reactor.until(lambda: len([r for r in stream.producer._results.values() if r.failure]) == 2)
+        stream.reactor.until(lambda: len([r for r in stream.producer.ledger.groups.values() if r.failure]) == 2)
     stream.producer.release()
     with pytest.raises(TaskFailed, match="in group 5"):
         stream.step()
@@ -169,7 +169,7 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
     scored = [group.number for group in stream.producer.ledger.groups.values() if group.state == "scored"]
     assert scored
     number = scored[0]
-    result = stream.producer._results[number]
+    result = stream.producer.ledger.groups[number]
     counts = SpeculationCounts((0, 2, 1), ((0, 0, 0), (1, 0, 0), (1, 1, 0)))
     earlier = (Segment(Versions(0, 0), 0, 1),)
     result.rollouts[0] = replace(
@@ -187,7 +187,7 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
     metrics = again.producer.metrics()
     assert (metrics["stream/lost_groups"], metrics["drafter/lost_features"]) == (3, 5)
     assert len(taken) == P
-    restored = again.producer._results[number]
+    restored = again.producer.ledger.groups[number]
     assert restored.rollouts == result.rollouts and restored.rewards == result.rewards
     assert restored.prompt == result.prompt and again.kinds(number)[0] == "restored"
     asked = [name for _, names in again.engines.calls for name in names]

@@ -82,7 +82,7 @@ def test_a_scorer_that_dies_costs_its_group_and_in_the_end_another_prompt_takes_
     def answer(reference: Reference) -> None:
         Stream.answer(stream, reference)
         number = next((n for n, begun in stream.begun() if begun is reference), None)
-        if number is not None and stream.producer._results[number].prompt.id == first:
+        if number is not None and stream.producer.ledger.groups[number].prompt.id == first:
             reference.result = RunFailure("rewards: its process has died")
 
     stream.answer = answer
