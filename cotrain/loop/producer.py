@@ -227,7 +227,7 @@ class Producer:
         told = {"tokens": sum(lengths), "versions": str(group.rollouts[-1].versions)}
         told["prompt_tokens"] = len(group.rollouts[-1].prompt_token_ids)
         self._event("finished", number, engine=engine, prompt=group.prompt.id, lengths=lengths, **told)
-        self._scoring.add(number, group.prompt, [rollout.text for rollout in group.rollouts])
+        self._scoring.add(group)
         self._dispatch()
 
     # -- engines that die ---------------------------------------------------------------------------------------------
@@ -236,27 +236,26 @@ class Producer:
         """Have the engine restarted, and let a group of it start over on another one."""
         self._roles.engines.lose(engine, failure)
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt
-        self._start_over(number, ENGINE_DIED, engine=engine)
+        self._start_over(self.ledger.groups[number], ENGINE_DIED, engine=engine)
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 
-    def _scored(self, number: int, rewards: list[float] | TaskFailed, began: float) -> None:
-        group = self.ledger.groups[number]
+    def _scored(self, group: Group, rewards: list[float] | TaskFailed) -> None:
         if isinstance(rewards, TaskFailed):
             return self._fail(group, rewards)
-        group.rewards, group.scorer_began_at = rewards, began
+        group.rewards = rewards
         lengths = [len(rollout.token_ids) for rollout in group.rollouts]
         cut = [rollout.finish_reason == "length" for rollout in group.rollouts]
         # Not when it finished, since a group that is not scored starts over after a resume.
         self._prompts.lengths.observe(group.prompt.id, lengths, cut)
-        self.ledger.move(number, "scored")
-        self._event("scored", number, reward=sum(rewards) / len(rewards))
+        self.ledger.move(group.number, "scored")
+        self._event("scored", group.number, reward=sum(rewards) / len(rewards))
 
-    def _start_over(self, number: int, reason: str, **fields: Any) -> None:
-        group = self.ledger.lose(number, reason)
+    def _start_over(self, group: Group, reason: str, **fields: Any) -> None:
+        self.ledger.lose(group.number, reason)
         self._draw(group)
         self._queue.appendleft(group)
-        self._event("lost", number, reason=reason, **fields)
+        self._event("lost", group.number, reason=reason, **fields)
         self._dispatch()
 
     def _tick(self) -> None:
