@@ -94,7 +94,10 @@ class Controller:
         try:
             self._steps(stop_requested)
         except TaskFailed as failure:
-            raise self._saved(failure) from None
+            # The producer raises it before anything of the step is trained on, so what is finished can be saved.
+            self._save_last()
+            advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
+            raise TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}") from None
         except Exception:
             with suppress(RunFailure):  # a role that has died has not saved
                 self._checkpoints.finish()
@@ -288,12 +291,6 @@ class Controller:
         for event in result.events:
             if event.is_bad_news:
                 records.console.say(f"  {event.kind}: {event.reason}")
-
-    def _saved(self, failure: TaskFailed) -> TaskFailed:
-        """Save what is finished, since the producer raises the failure before anything of the step is trained on."""
-        self._save_last()
-        advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
-        return TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}")
 
     def _snapshot(self, state: RunState) -> RunState:
         """Return `state` with all that a checkpoint holds besides what the roles save."""

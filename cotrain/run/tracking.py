@@ -236,13 +236,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         client.log_model_artifacts(model_id, str(folder))
         client.finalize_logged_model(model_id, "READY")
         if not client.search_registered_models(f"name = '{registered}'"):
-            about = f"Drafters for the policy {tags['policy']}, by cotrain."
-            client.create_registered_model(registered, description=about)
-        trained = f"for {tags['policy']} after {tags['policy_version']} updates. {tags.get('decision', '')}"
-        about = f"Drafter {number} of run {tags['run_name']}, {trained}"
-        return client.create_model_version(
-            registered, f"models:/{model_id}", run_id, tags, description=about, model_id=model_id
-        )
+            client.create_registered_model(registered)
+        return client.create_model_version(registered, f"models:/{model_id}", run_id, tags, model_id=model_id)
 
 
 def registered_name(policy_model: str, fingerprint: str) -> str:

@@ -144,8 +144,7 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
     assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
     first_version = client.get_model_version(name, "1")
     assert first_version.tags["parent_version"] == "none"
-    assert first_version.description == f"Drafter 1 of run first, for {POLICY} after 3 updates. "
-    assert client.get_registered_model(name).description == f"Drafters for the policy {POLICY}, by cotrain."
+    assert first_version.tags["policy"] == POLICY
     assert int(client.get_model_version_by_alias(name, "serving").version) == 2
     assert int(client.get_model_version_by_alias(name, "best").version) == 1
     model = client.get_logged_model(model_id_of(client.get_model_version(name, "1")))
@@ -162,7 +161,7 @@ def test_the_parent_of_a_drafter_is_the_one_before_it_that_was_registered(run_co
             assert tracker.log_drafter(folder, Versions(number, number), number, {}, TAGS | reason).result(60)
     last = client.get_model_version("smollm2-135m-instruct-drafter", "2")
     assert (last.tags["drafter_version"], last.tags["parent_version"]) == ("3", "1")
-    assert last.description.endswith("after 3 updates. gain 3")
+    assert last.tags["decision"] == "gain 3"
 
 
 def test_best_is_the_best_of_one_run_since_its_last_roll_back(run_config, client, drafter_folder):
