@@ -62,20 +62,14 @@ def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
 
 
 def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, float]:
-    """Policy lag per token when a step trains on these rollouts, and how much of it arose during generation and in the queue."""
+    """Policy lag per token when a step trains on these rollouts."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     sizes = np.array([s.end - s.start for s in segments])
     lags, sizes = np.array([policy_version - s.versions.policy for s in segments])[sizes > 0], sizes[sizes > 0]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    in_queue = np.average([policy_version - rollout.versions.policy for rollout in rollouts], weights=lengths)
-    mean = np.average(lags, weights=sizes)
     metrics = {
-        "lag_mean": mean,
+        "lag_mean": np.average(lags, weights=sizes),
         "lag_max": lags.max(),
-        "lag_in_flight": mean - in_queue,
-        "lag_in_queue": in_queue,
         "segments_per_rollout": len(segments) / len(rollouts),
-        "mixed_rollouts": sum(r.segments[0].versions.policy != r.versions.policy for r in rollouts),
     } | {f"lag_tokens_{lag}": number for lag, number in enumerate(np.bincount(lags, sizes))}
     return {f"stream/{name}": float(value) for name, value in metrics.items()}
 

@@ -26,8 +26,7 @@ def test_lag_is_counted_by_token() -> None:
     found = lag_metrics([mixed, rollout(10, Versions(4, 1))], 4)
     assert found["stream/lag_mean"] == pytest.approx(18 / 20) and found["stream/lag_max"] == 3
     assert [found[f"stream/lag_tokens_{lag}"] for lag in range(4)] == [10, 4, 4, 2]
-    assert found["stream/lag_in_queue"] == 0.5 and found["stream/lag_in_flight"] == pytest.approx(0.4)
-    assert found["stream/segments_per_rollout"] == 2 and found["stream/mixed_rollouts"] == 1
+    assert found["stream/segments_per_rollout"] == 2
 
 
 @pytest.mark.parametrize(
