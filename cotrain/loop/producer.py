@@ -7,7 +7,7 @@ has ended. Without lag the groups of a step enter their engine together, so that
 import random
 import time
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,6 @@ class Prompts:
     task: Task
     order: PromptOrder
     tokenizer: Any
-    lengths: LengthHistory = field(default_factory=LengthHistory)  # how long the responses to each prompt were
 
 
 class Producer:
@@ -56,15 +55,15 @@ class Producer:
         saved: dict[str, Any] | None = None,
     ):
         """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
-        saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
+        new: dict[str, Any] = {"groups": [], "lost": {}, "lost_features": 0, "lengths": {"logs": {}}}
+        saved = new | (saved or {})
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
         self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, served)
         self.ledger.lost.update(saved["lost"])
         self.windows = Windows(roles, stream.max_policy_lag > 0, saved["lost_features"])
-        if "lengths" in saved:
-            prompts.lengths.load(saved["lengths"])
+        self.lengths = LengthHistory(saved["lengths"]["logs"])  # how long the responses to each prompt were
         self._saved = {row["number"]: row for row in saved["groups"]}
         """Groups that were scored before the run was resumed, until they are admitted again."""
         self._failed: dict[int, list[Group]] = defaultdict(list)
@@ -85,10 +84,8 @@ class Producer:
         for group in self.ledger.admit():
             if (row := self._saved.pop(group.number, None)) is not None:
                 group.index, group.prompt = row["index"], self._prompts.task.prompt(row["index"])
-                group.rollouts, group.rewards = (
-                    TypeAdapter(list[Rollout]).validate_python(row["rollouts"]),
-                    row["rewards"],
-                )
+                group.rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
+                group.rewards = row["rewards"]
                 self.ledger.restore(group)
                 self._event("restored", group.number)
                 continue
@@ -102,7 +99,7 @@ class Producer:
         """Sort key: by step, and within a step the longest expected responses first if rollout.order says so."""
         expected = 0.0
         if self._config.rollout.order == "longest_first":
-            expected = self._prompts.lengths.expected(group.prompt.id)
+            expected = self.lengths.expected(group.prompt.id)
         return group.number // self._config.rollout.prompts_per_step, -expected, group.number
 
     def take(self) -> list[Group] | None:
@@ -161,7 +158,7 @@ class Producer:
             if group.state == "scored"
         ]
         lost = {"lost": dict(self.ledger.lost), "lost_features": self.windows.state()}
-        return {"groups": rows, "lengths": self._prompts.lengths.state()} | lost
+        return {"groups": rows, "lengths": {"logs": self.lengths.logs}} | lost
 
     # -- from state to state ------------------------------------------------------------------------------------------
 
@@ -247,7 +244,7 @@ class Producer:
         lengths = [len(rollout.token_ids) for rollout in group.rollouts]
         cut = [rollout.finish_reason == "length" for rollout in group.rollouts]
         # Not when it finished, since a group that is not scored starts over after a resume.
-        self._prompts.lengths.observe(group.prompt.id, lengths, cut)
+        self.lengths.observe(group.prompt.id, lengths, cut)
         self.ledger.move(group.number, "scored")
         self._event("scored", group.number, reward=sum(rewards) / len(rewards))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cotrain.loop.lengths import LengthHistory
 from cotrain.loop.windows import StepWindow
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Segment, SpeculationCounts, Versions
@@ -224,7 +225,7 @@ def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) 
     stream.step()
     names = [f"p{i}" for i in order.step(2)]
     logs = dict(zip(names, (1.0, 3.0, 2.0, 2.5), strict=True))
-    stream.prompts.lengths.load({"logs": logs})
+    stream.producer.lengths = LengthHistory(logs)
     saved = json.loads(json.dumps(stream.producer.state()))
     stream.producer.release()
     longest_first = [names[1], names[3], names[2], names[0]]
@@ -241,7 +242,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
     drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
     for chosen in ("longest_first", "drawn"):
         stream = new(lag=lag, order=chosen)
-        stream.prompts.lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
+        stream.producer.lengths = LengthHistory({n: i / 9 for i, n in enumerate(drawn)})
         stream.step()
         stream.reactor.until(lambda ledger=stream.producer.ledger: not ledger.count("admitted"))
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
@@ -254,7 +255,7 @@ def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
     stream = new(lag=lag)
     names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
     logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
-    stream.prompts.lengths.load({"logs": logs})
+    stream.producer.lengths = LengthHistory(logs)
     plain = stream.answer
 
     def answer(reference: Reference) -> None:
@@ -269,7 +270,7 @@ def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
         stream.step()
         stream.producer.release()
     for name in names[3::P]:
-        assert stream.prompts.lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
+        assert stream.producer.lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
     finished = [row for row in read_rows(stream.events.path) if row["event"] == "finished"]
     assert {row["prompt"]: row["lengths"] for row in finished}[names[3]] == [40, 40]
     assert all(row["prompt_tokens"] > 0 for row in finished)
