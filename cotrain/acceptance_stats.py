@@ -1,14 +1,12 @@
-"""Turns verification steps into SpeculationCounts, of requests and of segments. No counts are cumulative."""
+"""Turns verification steps into SpeculationCounts, of requests and of last segments. No counts are cumulative."""
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, pairwise
 
 import numpy as np
 
-from cotrain.records import Rollout, SpeculationCounts, Versions
+from cotrain.records import Rollout, SpeculationCounts
 
 DEPTHS = (0, 32, 128, 512, 2048, 8192, 32768)
 """Response positions at which the parts of a response begin whose acceptance is counted separately."""
@@ -60,52 +58,28 @@ def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
 def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:
     """Return the last segment of a rollout as a rollout of its own, whose prompt is all that came before it.
 
-    It has no counts when `steps_by_segment` returns None.
+    Its verification steps are found by counting tokens. The first token of a response has none, and neither has the first one after
+    a policy update that computes the text again (recomputes). It has no counts if the count ends too early, because drafting paused or
+    a request was preempted.
     """
-    start = rollout.segments[-1].start
+    segments, counts = rollout.segments, rollout.speculation
+    start = segments[-1].start
     if not start:
         return rollout
-    by_segment, counts = steps_by_segment(rollout, recomputes), rollout.speculation
-    steps = by_segment[-1] if by_segment else []
+    updates = [b.start for a, b in pairwise(segments) if recomputes and a.versions.policy != b.versions.policy]
+    position, steps = 1, list[tuple[int, int]]()
+    for drafted, accepted in rollout.verification_steps:
+        position += position in updates
+        if position >= start:
+            steps.append((drafted, accepted))
+        position += 1 + accepted
+    is_whole = position + (position in updates) >= len(rollout.token_ids)
     return replace(
         rollout,
         prompt_token_ids=rollout.prompt_token_ids + rollout.token_ids[:start],
         token_ids=rollout.token_ids[start:],
         log_probs=rollout.log_probs[start:],
-        speculation=counts_of_steps(steps, len(counts.steps)) if counts and by_segment else None,
-        verification_steps=tuple(steps),
+        speculation=counts_of_steps(steps, len(counts.steps)) if counts and is_whole else None,
+        verification_steps=tuple(steps) if is_whole else (),
         earlier=(),
     )
-
-
-def counts_by_versions(rollouts: Iterable[Rollout], recomputes: bool = True) -> dict[Versions, SpeculationCounts]:
-    """Return the counts by policy and drafter, over rollouts whose verification steps can be assigned to segments."""
-    by_versions: dict[Versions, list[SpeculationCounts]] = defaultdict(list)
-    for rollout in rollouts:
-        if (counts := rollout.speculation) is not None and not rollout.earlier:
-            by_versions[rollout.versions].append(counts)
-        elif counts is not None:
-            for segment, steps in zip(rollout.segments, steps_by_segment(rollout, recomputes) or (), strict=False):
-                by_versions[segment.versions].append(counts_of_steps(steps, len(counts.steps)))
-    return {versions: total for versions, parts in by_versions.items() if (total := total_counts(parts)) is not None}
-
-
-def policy_updates(rollout: Rollout) -> list[int]:
-    """Return the response positions at which the policy was replaced."""
-    return [b.start for a, b in pairwise(rollout.segments) if a.versions.policy != b.versions.policy]
-
-
-def steps_by_segment(rollout: Rollout, recomputes: bool = True) -> list[list[tuple[int, int]]] | None:
-    """Return the verification steps of each segment, by counting tokens: (draft tokens, accepted ones) each.
-
-    The first token of a response has no verification step, and neither has the first one after a policy update that computes the
-    text again (recomputes). Returns None if the count ends too early, because drafting paused or a request was preempted.
-    """
-    starts, updates = [segment.start for segment in rollout.segments], policy_updates(rollout) if recomputes else []
-    position, by_segment = 1, [list[tuple[int, int]]() for _ in starts]
-    for drafted, accepted in rollout.verification_steps:
-        position += position in updates
-        by_segment[bisect_right(starts, position) - 1].append((drafted, accepted))
-        position += 1 + accepted
-    position += position in updates
-    return by_segment if position >= len(rollout.token_ids) else None

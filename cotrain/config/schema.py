@@ -246,6 +246,17 @@ class DrafterConfig(Section):
     training, and every step line says so. A process that dies or hangs ends the run in both cases."""
 
 
+class TaskConfig(Section):
+    """What tasks of any kind have."""
+
+    system_prompt: str = ""
+    """System message before each question. It replaces one in a dataset's row."""
+    instruction: str = ""
+    """Text put after each question, for example how to write the answer."""
+    num_scorers: PositiveInt = 1
+    """Processes that compute rewards. More help where groups wait for their rewards (time/reward_queue_s), and cores are free."""
+
+
 class DatasetSource(Section):
     """Rows of a text or chat dataset."""
 
@@ -259,7 +270,7 @@ class DatasetSource(Section):
     """Column of the prompt when its name is not prompt, messages or question."""
 
 
-class DatasetTask(DatasetSource):
+class DatasetTask(TaskConfig, DatasetSource):
     """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
 
     answer_column: str | None = None
@@ -268,15 +279,9 @@ class DatasetTask(DatasetSource):
     """Leave out rows that cannot be used, and count them. By default they are listed, and nothing starts."""
     reward: str = "math_verify"
     """exact, numeric, math_verify, or a function (prompt, response, answer) -> float as package.module:function."""
-    system_prompt: str = ""
-    """System message before each question. It replaces one in a dataset's row."""
-    instruction: str = ""
-    """Text put after each question, for example how to write the answer."""
-    num_scorers: PositiveInt = 1
-    """Processes that compute rewards. More help where groups wait for their rewards (time/reward_queue_s), and cores are free."""
 
 
-class ReasoningGymTask(Section):
+class ReasoningGymTask(TaskConfig):
     """A reasoning-gym task with its own verifier."""
 
     type: Literal["reasoning_gym"]
@@ -287,12 +292,6 @@ class ReasoningGymTask(Section):
     """Parameters of the task, under reasoning-gym's own names."""
     size: PositiveInt = 1000
     """Number of distinct problems."""
-    system_prompt: str = ""
-    """System message before each question."""
-    instruction: str = ""
-    """Text put after each question, for example how to write the answer."""
-    num_scorers: PositiveInt = 1
-    """Processes that compute rewards. More help where groups wait for their rewards (time/reward_queue_s), and cores are free."""
 
 
 class PolicyRollouts(Section):

@@ -14,8 +14,8 @@ from cotrain.acceptance_stats import counts_by_depth
 from cotrain.actors.learner import Pending
 from cotrain.config.schema import RunConfig
 from cotrain.loop.checks import Checks
-from cotrain.loop.ledger import check_lag
-from cotrain.loop.producer import GroupResult, Producer, Prompts
+from cotrain.loop.ledger import Group, check_lag
+from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.roles import Roles
 from cotrain.loop.saving import Checkpoints
 from cotrain.loop.step import Clock, StepResult
@@ -56,8 +56,6 @@ class Records:
         """Record what was decided about the drafter. Raises the failure that ends the run, if there is one."""
         for event in outcome.events:
             self.decisions.write(event.step, asdict(event))
-        if outcome.events:
-            self.tracker.log_decisions(self.decisions.path, outcome.events[-1])
         if outcome.failure is not None:
             raise outcome.failure
 
@@ -96,7 +94,10 @@ class Controller:
         try:
             self._steps(stop_requested)
         except TaskFailed as failure:
-            raise self._saved(failure) from None
+            # The producer raises it before anything of the step is trained on, so what is finished can be saved.
+            self._save_last()
+            advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
+            raise TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}") from None
         except Exception:
             with suppress(RunFailure):  # a role that has died has not saved
                 self._checkpoints.finish()
@@ -176,8 +177,8 @@ class Controller:
             step, served, scored, prompts, window, stream, history, lossless, outcomes, learned, swaps, seconds
         )
 
-    def _take(self) -> list[GroupResult]:
-        taken: list[GroupResult] = []
+    def _take(self) -> list[Group]:
+        taken: list[Group] = []
 
         def is_there() -> bool:
             self._checkpoints.poll()
@@ -187,7 +188,7 @@ class Controller:
         self.roles.reactor.until(is_there)
         return taken
 
-    def _scored(self, groups: list[GroupResult]) -> list[ScoredRollout]:
+    def _scored(self, groups: list[Group]) -> list[ScoredRollout]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [reward for group in groups for reward in group.rewards]
         # Not by prompt: where another prompt has taken the place of one that was lost, two groups may have the same.
@@ -290,12 +291,6 @@ class Controller:
         for event in result.events:
             if event.is_bad_news:
                 records.console.say(f"  {event.kind}: {event.reason}")
-
-    def _saved(self, failure: TaskFailed) -> TaskFailed:
-        """Save what is finished, since the producer raises the failure before anything of the step is trained on."""
-        self._save_last()
-        advice = f"{self.step} steps are saved: mend that, and continue with cotrain train {self.run_dir.resume}"
-        return TaskFailed(f"step {self.step + 1}: {failure}\n  See {self.run_dir.logs}. {advice}")
 
     def _snapshot(self, state: RunState) -> RunState:
         """Return `state` with all that a checkpoint holds besides what the roles save."""

@@ -8,16 +8,18 @@ generated again under the same number. It starts later then, so its tokens are n
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from cotrain.process.failures import RunFailure
-from cotrain.records import Rollout, Versions
+from cotrain.process.failures import RunFailure, TaskFailed
+from cotrain.records import Prompt, Rollout, Versions
 
 State = Literal["admitted", "dispatched", "finished", "scored", "taken"]
 
 NEXT: dict[State, State] = {"admitted": "dispatched", "dispatched": "finished", "finished": "scored", "scored": "taken"}
 """Each state of a group and the one that follows it. A taken group is removed when its slot is released."""
+
+NO_PROMPT = Prompt("", [], None)
 
 MOST_LOST, MOST_LOST_SHARE = 10, 0.1
 """A run ends when it loses more groups than this number plus this share of the admitted ones: that many are no accident."""
@@ -29,11 +31,18 @@ ENGINE_DIED = "its engine died"
 
 @dataclass
 class Group:
-    """One prompt with all its samples, on the way to the learner."""
+    """One prompt with all its samples, on the way to the learner. The ledger uses its number, state and attempts alone."""
 
     number: int
     state: State = "admitted"
     attempt: int = 0  # how many times it was lost and started over
+    index: int = -1  # index of its prompt in the task
+    prompt: Prompt = NO_PROMPT
+    rollouts: list[Rollout] = field(default_factory=list)  # those of its last attempt, once they are there
+    rewards: list[float] = field(default_factory=list)
+    failure: TaskFailed | None = None
+    finished_at: float = 0.0  # when its responses were there; 0 in a group that was restored
+    scorer_began_at: float = 0.0  # when a scorer began on them
 
 
 class Ledger:
@@ -67,9 +76,9 @@ class Ledger:
         self._put(group, state)
         return group
 
-    def restore(self, number: int) -> None:
+    def restore(self, group: Group) -> None:
         """Mark an admitted group as scored, because it was scored before the run was resumed."""
-        self._put(self.groups[number], "scored")
+        self._put(group, "scored")
 
     def lose(self, number: int, reason: str) -> Group:
         """Start a group over under the same number. Raises RunFailure when too many were lost, ValueError for a taken group."""
@@ -85,15 +94,12 @@ class Ledger:
             raise RunFailure(f"{sum(counted.values())} of {self.admitted} groups were lost ({reasons})")
         return group
 
-    def take(self) -> list[int] | None:
-        """Mark the next step's groups as taken and return their numbers; None until all of them are scored."""
+    def take(self) -> list[Group] | None:
+        """Mark the next step's groups as taken and return them in order; None until all of them are scored."""
         if self.scored(self.served) < self._prompts_per_step:
             return None
         first = self.served * self._prompts_per_step
-        numbers = range(first, first + self._prompts_per_step)
-        for number in numbers:
-            self.move(number, "taken")
-        return list(numbers)
+        return [self.move(number, "taken") for number in range(first, first + self._prompts_per_step)]
 
     def release(self) -> list[int]:
         """Free the slots of the taken step once its weights are served (or the policy is not trained). Returns its groups."""

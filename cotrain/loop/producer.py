@@ -7,7 +7,7 @@ has ended. Without lag the groups of a step enter their engine together, so that
 import random
 import time
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from cotrain.loop.roles import Roles
 from cotrain.loop.scoring import Scoring
 from cotrain.loop.windows import Windows
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, derived_seed
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, derived_seed
 from cotrain.run.rows import RowFile
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
@@ -40,20 +40,6 @@ class Prompts:
     task: Task
     order: PromptOrder
     tokenizer: Any
-    lengths: LengthHistory = field(default_factory=LengthHistory)  # how long the responses to each prompt were
-
-
-@dataclass
-class GroupResult:
-    """A group with what is known of it so far; its rollouts and rewards are empty until they arrive."""
-
-    prompt: Prompt
-    index: int  # index of the prompt in the task
-    rollouts: list[Rollout]
-    rewards: list[float]
-    failure: TaskFailed | None = None
-    finished_at: float = 0.0  # when its responses were there; 0 in a group that was restored
-    scorer_began_at: float = 0.0  # when a scorer began on them
 
 
 class Producer:
@@ -69,23 +55,24 @@ class Producer:
         saved: dict[str, Any] | None = None,
     ):
         """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
-        saved = saved or {"groups": [], "lost": {}, "lost_features": 0}
+        new: dict[str, Any] = {"groups": [], "lost": {}, "lost_features": 0, "lengths": {"logs": {}}}
+        saved = new | (saved or {})
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
         self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, served)
         self.ledger.lost.update(saved["lost"])
         self.windows = Windows(roles, stream.max_policy_lag > 0, saved["lost_features"])
-        if "lengths" in saved:
-            prompts.lengths.load(saved["lengths"])
-        self._results = {row["number"]: self._restored(row) for row in saved["groups"]}
-        self._failed: dict[int, list[int]] = defaultdict(list)
+        self.lengths = LengthHistory(saved["lengths"]["logs"])  # how long the responses to each prompt were
+        self._saved = {row["number"]: row for row in saved["groups"]}
+        """Groups that were scored before the run was resumed, until they are admitted again."""
+        self._failed: dict[int, list[Group]] = defaultdict(list)
         """Groups whose prompt or reward has failed, by step; those of a step end the run together."""
         self._queue: deque[Group] = deque()
         self._outstanding = [0] * rollout.num_engines  # requests that each engine has not finished
         self.reward_queue_s = 0.0
         """Seconds after the last response of the taken step in which groups of it waited for a busy scorer."""
-        self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._score_lost)
+        self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._start_over)
         roles.reactor.watch(self._tick, self.ledger.describe)
 
     # -- what a step does ---------------------------------------------------------------------------------------------
@@ -95,10 +82,14 @@ class Producer:
         self._tap = tap
         begins = []
         for group in self.ledger.admit():
-            if group.number in self._results:
-                self.ledger.restore(group.number)
+            if (row := self._saved.pop(group.number, None)) is not None:
+                group.index, group.prompt = row["index"], self._prompts.task.prompt(row["index"])
+                group.rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
+                group.rewards = row["rewards"]
+                self.ledger.restore(group)
                 self._event("restored", group.number)
                 continue
+            self._draw(group)
             self._event("admitted", group.number)
             begins.append(group)
         self._queue.extend(sorted(begins, key=self._rank))
@@ -108,22 +99,21 @@ class Producer:
         """Sort key: by step, and within a step the longest expected responses first if rollout.order says so."""
         expected = 0.0
         if self._config.rollout.order == "longest_first":
-            expected = self._prompts.lengths.expected(self._prompts.task.prompt(self._index(group)).id)
+            expected = self.lengths.expected(group.prompt.id)
         return group.number // self._config.rollout.prompts_per_step, -expected, group.number
 
-    def take(self) -> list[GroupResult] | None:
+    def take(self) -> list[Group] | None:
         """Take the groups of the next step, in order; None until all of them are scored.
 
         Raises TaskFailed when those that are not scored have failed.
         """
-        numbers = self.ledger.take()
-        if numbers is None and (failure := self._failure()) is not None:
+        groups = self.ledger.take()
+        if groups is None and (failure := self._failure()) is not None:
             raise failure
-        if numbers is None:
+        if groups is None:
             return None
-        for number in numbers:
-            self._event("taken", number)
-        groups = [self._results[number] for number in numbers]
+        for group in groups:
+            self._event("taken", group.number)
         queue = max(group.scorer_began_at for group in groups) - max(group.finished_at for group in groups)
         self.reward_queue_s = max(0.0, queue)
         return groups
@@ -134,16 +124,15 @@ class Producer:
         failed = self._failed.get(step, [])
         if not failed or len(failed) + self.ledger.scored(step) < self._config.rollout.prompts_per_step:
             return None
-        return self._results[min(failed)].failure
+        return min(failed, key=lambda group: group.number).failure
 
-    def _fail(self, number: int, failure: TaskFailed) -> None:
-        self._results[number].failure = failure
-        self._failed[number // self._config.rollout.prompts_per_step].append(number)
+    def _fail(self, group: Group, failure: TaskFailed) -> None:
+        group.failure = failure
+        self._failed[group.number // self._config.rollout.prompts_per_step].append(group)
 
     def release(self) -> None:
         """Free the slots of the taken step, now that its weights are served."""
         for number in self.ledger.release():
-            del self._results[number]
             self._event("released", number)
 
     def metrics(self) -> dict[str, float]:
@@ -162,13 +151,14 @@ class Producer:
 
         All other groups start over after a resume. Hidden states that no window has handed out yet count as lost.
         """
-        rows = []
-        for number in (number for number, group in self.ledger.groups.items() if group.state == "scored"):
-            result = self._results[number]
-            rollouts = [asdict(rollout) for rollout in result.rollouts]
-            rows.append({"number": number, "index": result.index, "rollouts": rollouts, "rewards": result.rewards})
+        rows = [
+            {"number": group.number, "index": group.index, "rewards": group.rewards}
+            | {"rollouts": [asdict(rollout) for rollout in group.rollouts]}
+            for group in self.ledger.groups.values()
+            if group.state == "scored"
+        ]
         lost = {"lost": dict(self.ledger.lost), "lost_features": self.windows.state()}
-        return {"groups": rows, "lengths": self._prompts.lengths.state()} | lost
+        return {"groups": rows, "lengths": {"logs": self.lengths.logs}} | lost
 
     # -- from state to state ------------------------------------------------------------------------------------------
 
@@ -180,7 +170,7 @@ class Producer:
             try:
                 of_engine[engine].append((group, self._requests(group)))
             except ValueError as error:
-                self._fail(group.number, TaskFailed(str(error)))
+                self._fail(group, TaskFailed(str(error)))
                 continue
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
         for engine, groups in of_engine.items():
@@ -202,10 +192,7 @@ class Producer:
         self._roles.reactor.add(reference, finished, partial(self._engine_died, engine, group.number))
 
     def _requests(self, group: Group) -> list[RolloutRequest]:
-        rollout, seed = self._config.rollout, self._config.seed
-        index = self._index(group)
-        prompt = self._prompts.task.prompt(index)
-        self._results[group.number] = GroupResult(prompt, index, [], [])
+        rollout, seed, prompt = self._config.rollout, self._config.seed, group.prompt
         token_ids = encode_prompt(self._prompts.tokenizer, prompt, rollout.max_prompt_tokens)
         parts = [seed, group.number // rollout.prompts_per_step + 1, prompt.id]
         attempt = [group.attempt] if group.attempt else []
@@ -215,28 +202,29 @@ class Producer:
             for i in range(rollout.samples_per_prompt)
         ]
 
-    def _index(self, group: Group) -> int:
-        """The index of a group's prompt: its own, or another one after SAME_PROMPT_TRIES attempts."""
+    def _draw(self, group: Group) -> None:
+        """Set a group's prompt: its own, or another one after SAME_PROMPT_TRIES attempts."""
         step, place = divmod(group.number, self._config.rollout.prompts_per_step)
         if group.attempt < SAME_PROMPT_TRIES:
-            return self._prompts.order.prompt(step + 1, place)
-        own = self._prompts.order.step(step + 1)
-        used = {result.index for result in self._results.values()}
-        others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
-        return random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
+            group.index = self._prompts.order.prompt(step + 1, place)
+        else:
+            own = self._prompts.order.step(step + 1)
+            used = {other.index for other in self.ledger.groups.values()}
+            others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
+            group.index = random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
+        group.prompt = self._prompts.task.prompt(group.index)
 
     def _finished(self, engine: int, number: int, place: int, reference: Any, batch: RolloutBatch) -> None:
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt
         self.windows.add(engine, batch, place)
         self._roles.engines.share_history(engine, reference)
-        result = self._results[number]
-        result.rollouts, result.finished_at = batch.rollouts, time.monotonic()
-        self.ledger.move(number, "finished")
-        lengths = [len(rollout.token_ids) for rollout in result.rollouts]
-        told = {"tokens": sum(lengths), "versions": str(result.rollouts[-1].versions)}
-        told["prompt_tokens"] = len(result.rollouts[-1].prompt_token_ids)
-        self._event("finished", number, engine=engine, prompt=result.prompt.id, lengths=lengths, **told)
-        self._scoring.add(number, result.prompt, [rollout.text for rollout in result.rollouts])
+        group = self.ledger.move(number, "finished")
+        group.rollouts, group.finished_at = batch.rollouts, time.monotonic()
+        lengths = [len(rollout.token_ids) for rollout in group.rollouts]
+        told = {"tokens": sum(lengths), "versions": str(group.rollouts[-1].versions)}
+        told["prompt_tokens"] = len(group.rollouts[-1].prompt_token_ids)
+        self._event("finished", number, engine=engine, prompt=group.prompt.id, lengths=lengths, **told)
+        self._scoring.add(group)
         self._dispatch()
 
     # -- engines that die ---------------------------------------------------------------------------------------------
@@ -245,27 +233,26 @@ class Producer:
         """Have the engine restarted, and let a group of it start over on another one."""
         self._roles.engines.lose(engine, failure)
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt
-        self._queue.appendleft(self.ledger.lose(number, ENGINE_DIED))
-        self._event("lost", number, reason=ENGINE_DIED, engine=engine)
-        self._dispatch()
+        self._start_over(self.ledger.groups[number], ENGINE_DIED, engine=engine)
 
     # -- rewards ------------------------------------------------------------------------------------------------------
 
-    def _scored(self, number: int, rewards: list[float] | TaskFailed, began: float) -> None:
-        result = self._results[number]
+    def _scored(self, group: Group, rewards: list[float] | TaskFailed) -> None:
         if isinstance(rewards, TaskFailed):
-            return self._fail(number, rewards)
-        result.rewards, result.scorer_began_at = rewards, began
-        lengths = [len(rollout.token_ids) for rollout in result.rollouts]
-        cut = [rollout.finish_reason == "length" for rollout in result.rollouts]
+            return self._fail(group, rewards)
+        group.rewards = rewards
+        lengths = [len(rollout.token_ids) for rollout in group.rollouts]
+        cut = [rollout.finish_reason == "length" for rollout in group.rollouts]
         # Not when it finished, since a group that is not scored starts over after a resume.
-        self._prompts.lengths.observe(result.prompt.id, lengths, cut)
-        self.ledger.move(number, "scored")
-        self._event("scored", number, reward=sum(rewards) / len(rewards))
+        self.lengths.observe(group.prompt.id, lengths, cut)
+        self.ledger.move(group.number, "scored")
+        self._event("scored", group.number, reward=sum(rewards) / len(rewards))
 
-    def _score_lost(self, number: int, reason: str) -> None:
-        self._queue.appendleft(self.ledger.lose(number, reason))
-        self._event("lost", number, reason=reason)
+    def _start_over(self, group: Group, reason: str, **fields: Any) -> None:
+        self.ledger.lose(group.number, reason)
+        self._draw(group)
+        self._queue.appendleft(group)
+        self._event("lost", group.number, reason=reason, **fields)
         self._dispatch()
 
     def _tick(self) -> None:
@@ -273,11 +260,6 @@ class Producer:
         self._dispatch()  # an engine may have come back
 
     # -- records ------------------------------------------------------------------------------------------------------
-
-    def _restored(self, row: dict[str, Any]) -> GroupResult:
-        """Return a group that was scored before the run was resumed."""
-        rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
-        return GroupResult(self._prompts.task.prompt(row["index"]), row["index"], rollouts, row["rewards"])
 
     def _event(self, event: str, number: int, **fields: Any) -> None:
         step = number // self._config.rollout.prompts_per_step + 1

@@ -10,7 +10,7 @@ from cotrain.loop.windows import StepWindow
 from cotrain.publish.decision import DrafterEvent, Outcome
 from cotrain.records import Prompt, ScoredRollout, SwapReport, Versions
 from cotrain.run.console import Console
-from cotrain.run.step_metrics import idle_metrics, lag_metrics, rollout_metrics
+from cotrain.run.step_metrics import idle_metrics, lag_metrics, reward_metrics, rollout_metrics
 
 LONG_QUEUE = 0.1  # share of a step above which waiting for busy scorers is worth a note
 
@@ -69,9 +69,9 @@ class StepResult:
         """Return the metrics of the step."""
         lags, num_engines = config.stream.max_policy_lag > 0, config.rollout.num_engines
         batch = self.window.batch
-        row = self.stream | lag_metrics([one.rollout for one in self.scored], self.served.policy)
-        drafter_version = self.served.drafter if config.drafter is not None else -1
-        row |= rollout_metrics(self.scored, batch, drafter_version, recomputes=True, num_engines=num_engines)
+        rollouts = [one.rollout for one in self.scored]
+        row = self.stream | lag_metrics(rollouts, self.served.policy)
+        row |= reward_metrics(self.scored) | rollout_metrics(rollouts, batch, num_engines)
         row |= self.lossless | self.history
         for outcome in self.outcomes:
             row |= outcome.metrics

@@ -5,33 +5,27 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.acceptance_stats import counts_by_versions, policy_updates, total_counts
+from cotrain.acceptance_stats import total_counts
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout, SpeculationCounts
 
 
-def rollout_metrics(
-    rollouts: list[ScoredRollout], window: RolloutBatch, drafter_version: int, recomputes: bool, num_engines: int = 1
-) -> dict[str, float]:
-    """Reward, length and acceptance come from the rollouts trained on; speed, feature tap and speculation gain from the window.
+def reward_metrics(scored: list[ScoredRollout]) -> dict[str, float]:
+    """Return the mean reward, and the number of prompts whose samples differ in reward."""
+    return {
+        "policy/reward": sum(r.reward for r in scored) / len(scored),
+        "policy/groups_with_signal": len({r.rollout.prompt_id for r in scored if r.advantage}) * 1.0,
+    }
 
-    drafter_version: the one served; -1 without a drafter. recomputes: see `steps_by_segment`.
-    """
-    n, num_tokens = len(rollouts), sum(len(r.rollout.token_ids) for r in rollouts)
+
+def rollout_metrics(rollouts: list[Rollout], window: RolloutBatch, num_engines: int = 1) -> dict[str, float]:
+    """Length and acceptance come from the rollouts trained on; speed, feature tap and speculation gain from the window."""
+    n, num_tokens = len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts)
     metrics: dict[str, Any] = {
-        "policy/reward": sum(r.reward for r in rollouts) / n,
-        "policy/groups_with_signal": len({r.rollout.prompt_id for r in rollouts if r.advantage}) * 1.0,
         "rollout/response_length": num_tokens / n,
         "rollout/generated_tokens": num_tokens,
-        "rollout/truncated": sum(r.rollout.finish_reason == "length" for r in rollouts) / n,
+        "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / n,
     }
-    if recomputes:
-        metrics["rollout/recomputed_tokens"] = sum(_recomputed_tokens(scored.rollout) for scored in rollouts)
-    metrics |= speculation_metrics(total_counts(r.rollout.speculation for r in rollouts))
-    by_versions = counts_by_versions((r.rollout for r in rollouts), recomputes)
-    for age, name in enumerate(("serving", "previous")):
-        counts = total_counts(c for v, c in by_versions.items() if v.drafter == drafter_version - age)
-        if counts is not None and counts.num_drafts:
-            metrics[f"rollout/acceptance_length_{name}"] = counts.acceptance_length
+    metrics |= speculation_metrics(total_counts(rollout.speculation for rollout in rollouts))
     if window.seconds:
         metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
     if window.gain is not None:
@@ -67,27 +61,15 @@ def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
     return metrics
 
 
-def _recomputed_tokens(rollout: Rollout) -> int:
-    """Prompt and response tokens that were computed again because the policy changed during the response."""
-    starts = policy_updates(rollout)
-    return sum(starts) + len(starts) * len(rollout.prompt_token_ids)
-
-
 def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, float]:
-    """Policy lag per token when a step trains on these rollouts, and how much of it arose during generation and in the queue."""
+    """Policy lag per token when a step trains on these rollouts."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     sizes = np.array([s.end - s.start for s in segments])
     lags, sizes = np.array([policy_version - s.versions.policy for s in segments])[sizes > 0], sizes[sizes > 0]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    in_queue = np.average([policy_version - rollout.versions.policy for rollout in rollouts], weights=lengths)
-    mean = np.average(lags, weights=sizes)
     metrics = {
-        "lag_mean": mean,
+        "lag_mean": np.average(lags, weights=sizes),
         "lag_max": lags.max(),
-        "lag_in_flight": mean - in_queue,
-        "lag_in_queue": in_queue,
         "segments_per_rollout": len(segments) / len(rollouts),
-        "mixed_rollouts": sum(r.segments[0].versions.policy != r.versions.policy for r in rollouts),
     } | {f"lag_tokens_{lag}": number for lag, number in enumerate(np.bincount(lags, sizes))}
     return {f"stream/{name}": float(value) for name, value in metrics.items()}
 

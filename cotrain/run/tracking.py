@@ -17,7 +17,6 @@ from mlflow.tracking.context.registry import resolve_tags
 
 from cotrain.config.schema import RunConfig
 from cotrain.config.sidecar import SidecarConfig
-from cotrain.publish.decision import DrafterEvent
 from cotrain.records import Versions
 from cotrain.run.mlflow_store import connect, experiment_id, in_short, tracking_uri
 from cotrain.run.provenance import config_hash, flatten
@@ -165,18 +164,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         lineage |= {"policy": config.model, "policy_fingerprint": self._policy} | dict(tags)
         return self._outbox.add(what, partial(self._send_drafter, folder, lineage, dict(metrics), step))
 
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Queue tags of the run."""
-        for name, value in tags.items():
-            self._outbox.add(f"the tag {name}", partial(self._client.set_tag, self.run_id, name, value))
-
-    def log_decisions(self, path: Path, event: DrafterEvent) -> None:
-        """Queue decisions.jsonl as an artifact, and the newest decision as a tag, which the run's page shows."""
-        self.set_tags(
-            {"drafter.last_decision": f"step {event.step}: {event.kind}", "drafter.last_reason": event.reason}
-        )
-        self._outbox.add(path.name, partial(self._client.log_artifact, self.run_id, str(path)))
-
     def finish(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """Send what waits, set the status (FINISHED, KILLED or FAILED), and say what could not be sent."""
         self._finished, ends = True, partial(self._client.set_terminated, self.run_id, status)
@@ -249,13 +236,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         client.log_model_artifacts(model_id, str(folder))
         client.finalize_logged_model(model_id, "READY")
         if not client.search_registered_models(f"name = '{registered}'"):
-            about = f"Drafters for the policy {tags['policy']}, by cotrain."
-            client.create_registered_model(registered, description=about)
-        trained = f"for {tags['policy']} after {tags['policy_version']} updates. {tags.get('decision', '')}"
-        about = f"Drafter {number} of run {tags['run_name']}, {trained}"
-        return client.create_model_version(
-            registered, f"models:/{model_id}", run_id, tags, description=about, model_id=model_id
-        )
+            client.create_registered_model(registered)
+        return client.create_model_version(registered, f"models:/{model_id}", run_id, tags, model_id=model_id)
 
 
 def registered_name(policy_model: str, fingerprint: str) -> str:

@@ -15,7 +15,6 @@ from cotrain.config.sidecar import SidecarConfig
 from cotrain.publish.decision import DrafterEvent, Outcome
 from cotrain.publish.evidence import enough
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
-from cotrain.records import ScoredRollout
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
@@ -160,9 +159,7 @@ class DrafterService:
         self._pending = (step, versions.drafter, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
         self._state = replace(self._state, step=step, seconds=self._state.seconds + seconds)
-        scored = [ScoredRollout(rollout, 0.0, 0.0) for rollout in batch.rollouts]
-        row = rollout_metrics(scored, batch, versions.drafter, recomputes=False)
-        row = {name: value for name, value in row.items() if not name.startswith("policy/")} | outcome.metrics
+        row = rollout_metrics(batch.rollouts, batch) | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
         row |= self._intake.metrics()
         if outcome.trains and row["drafter/buffer_tokens"]:
@@ -176,7 +173,6 @@ class DrafterService:
     def _note(self, events: list[DrafterEvent]) -> None:
         for event in events:
             self._decisions.write(event.step, asdict(event))
-            self._tracker.log_decisions(self._decisions.path, event)
             if event.is_bad_news:
                 self._console.say(f"  {event.kind}: {event.reason}")
 

@@ -190,14 +190,10 @@ class Tracker:
 
     def __init__(self) -> None:
         self.drafters: list[tuple[int, dict[str, float], dict[str, str]]] = []
-        self.events: list[str] = []
 
     def log_step(self, step: int, row: dict[str, float]) -> None: ...
     def log_drafter(self, folder: Path, versions: Versions, step: int, metrics: Any, tags: Any) -> None:
         self.drafters.append((versions.drafter, metrics, tags))
-
-    def log_decisions(self, path: Path, event: Any) -> None:
-        self.events.append(event.kind)
 
 
 TOKENIZER = SimpleNamespace(

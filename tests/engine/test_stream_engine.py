@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.acceptance_stats import counts_by_versions, total_counts
+from cotrain.acceptance_stats import last_segment, total_counts
 from cotrain.records import Rollout, RolloutBatch
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -141,19 +141,17 @@ def test_every_token_is_stamped_with_the_policy_that_generated_it(
                 assert (other - torch.tensor(rollout.log_probs)).abs()[max(0, shifted - 4) : shifted + 4].max() > 1e-3
 
 
-def test_verification_steps_are_counted_by_policy_and_drafter(
-    fresh: LiveEngine, swapped: Callable[..., tuple[RolloutBatch, int]]
+def test_verification_steps_add_up_to_the_tokens_by_which_last_segments_are_counted(
+    swapped: Callable[..., tuple[RolloutBatch, int]],
 ) -> None:
-    """They add up to vLLM's own totals, and the poor drafter that takes turns with a fitted one shows in its own counts."""
-    batch, swaps = swapped()
-    found = counts_by_versions(batch.rollouts)
-    assert total_counts(found.values()) == batch.speculation
-    fitted_first = fresh.engine.versions.drafter - swaps  # what served before the first swap
-    lengths = [
-        total_counts(c for v, c in found.items() if (v.drafter - fitted_first) % 2 == poor).acceptance_length
-        for poor in (0, 1)
-    ]
-    assert lengths[1] < 1.3 < 1.6 < lengths[0]
+    """The first token has no step, and neither has the first one after a policy update."""
+    batch, _ = swapped()
+    for rollout in batch.rollouts:
+        updates = len({segment.versions.policy for segment in rollout.segments}) - 1
+        emitted = 1 + updates + sum(1 + accepted for _, accepted in rollout.verification_steps)
+        assert 0 <= emitted - LENGTH <= rollout.verification_steps[-1][1]
+        assert last_segment(rollout).speculation is not None
+    assert total_counts(rollout.speculation for rollout in batch.rollouts) == batch.speculation
 
 
 def test_hidden_states_are_those_of_the_last_policy(

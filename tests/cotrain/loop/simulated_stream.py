@@ -108,7 +108,8 @@ class Stream:
 
     def begun(self) -> list[tuple[int, Reference]]:
         """The groups that scorers work on, by number, with the references of their rewards."""
-        return [item for scorer in self.producer._scoring._scorers for item in scorer.begun.items()]
+        scorers = self.producer._scoring._scorers
+        return [(scorer.group.number, scorer.reference) for scorer in scorers if scorer.group is not None]
 
     def step(self) -> list[Any]:
         self.producer.admit(False)

@@ -46,7 +46,7 @@ class World:
             states = Counter(group.state for group in self.ledger.groups.values())
             assert all(self.ledger.count(state) == states[state] for state in (*NEXT, "taken"))
             if until_taken and (taken := self.ledger.take()) is not None:
-                self.taken = taken
+                self.taken = [group.number for group in taken]
                 return
             self._event(loses)
             if not until_taken:
@@ -74,7 +74,7 @@ class World:
         self.ledger, self.running = Ledger(P, self.lag, self.steps, served), {}
         for group in self.ledger.admit():
             if group.number in kept:
-                self.ledger.restore(group.number)
+                self.ledger.restore(group)
 
 
 def worlds(**options: float) -> Iterator[World]:
@@ -112,7 +112,7 @@ def test_slots_are_free_when_weights_are_served_and_not_before() -> None:
     for number in range(2 * P):
         for state in ("dispatched", "finished", "scored"):
             ledger.move(number, state)
-    assert ledger.take() == list(range(P))
+    assert [group.number for group in ledger.take()] == list(range(P))
     assert ledger.admit() == []
     ledger.release()
     assert [group.number for group in ledger.admit()] == list(range(2 * P, 3 * P))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cotrain.loop.lengths import LengthHistory
 from cotrain.loop.windows import StepWindow
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Segment, SpeculationCounts, Versions
@@ -127,13 +128,13 @@ def test_a_group_that_failed_ends_the_run_between_steps_when_all_else_is_scored(
     def answer(reference: Reference) -> None:
         Stream.answer(stream, reference)
         number = next((n for n, begun in stream.begun() if begun is reference), None)
-        if number is not None and stream.producer._results[number].prompt.id in second[1:3]:
+        if number is not None and stream.producer.ledger.groups[number].prompt.id in second[1:3]:
             reference.result = TaskFailed(f"task.reward raised KeyError in group {number}")
 
     stream.answer = answer
     stream.step()
     if lag:  # the groups of the next step are there already, and the step under way does not mind
-        stream.reactor.until(lambda: len([r for r in stream.producer._results.values() if r.failure]) == 2)
+        stream.reactor.until(lambda: len([r for r in stream.producer.ledger.groups.values() if r.failure]) == 2)
     stream.producer.release()
     with pytest.raises(TaskFailed, match="in group 5"):
         stream.step()
@@ -169,7 +170,7 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
     scored = [group.number for group in stream.producer.ledger.groups.values() if group.state == "scored"]
     assert scored
     number = scored[0]
-    result = stream.producer._results[number]
+    result = stream.producer.ledger.groups[number]
     counts = SpeculationCounts((0, 2, 1), ((0, 0, 0), (1, 0, 0), (1, 1, 0)))
     earlier = (Segment(Versions(0, 0), 0, 1),)
     result.rollouts[0] = replace(
@@ -187,7 +188,7 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
     metrics = again.producer.metrics()
     assert (metrics["stream/lost_groups"], metrics["drafter/lost_features"]) == (3, 5)
     assert len(taken) == P
-    restored = again.producer._results[number]
+    restored = again.producer.ledger.groups[number]
     assert restored.rollouts == result.rollouts and restored.rewards == result.rewards
     assert restored.prompt == result.prompt and again.kinds(number)[0] == "restored"
     asked = [name for _, names in again.engines.calls for name in names]
@@ -224,7 +225,7 @@ def test_the_longest_responses_so_far_begin_first_also_after_a_resume(new: Any) 
     stream.step()
     names = [f"p{i}" for i in order.step(2)]
     logs = dict(zip(names, (1.0, 3.0, 2.0, 2.5), strict=True))
-    stream.prompts.lengths.load({"logs": logs})
+    stream.producer.lengths = LengthHistory(logs)
     saved = json.loads(json.dumps(stream.producer.state()))
     stream.producer.release()
     longest_first = [names[1], names[3], names[2], names[0]]
@@ -241,7 +242,7 @@ def test_steps_begin_one_after_another_and_a_run_can_keep_the_order_drawn(new: A
     drawn = [f"p{index}" for step in range(1, lag + 2) for index in order.step(step)]
     for chosen in ("longest_first", "drawn"):
         stream = new(lag=lag, order=chosen)
-        stream.prompts.lengths.load({"logs": {n: i / 9 for i, n in enumerate(drawn)}})
+        stream.producer.lengths = LengthHistory({n: i / 9 for i, n in enumerate(drawn)})
         stream.step()
         stream.reactor.until(lambda ledger=stream.producer.ledger: not ledger.count("admitted"))
         begun = [name for _, names in stream.engines.calls for name in names][: len(drawn)]
@@ -254,7 +255,7 @@ def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
     stream = new(lag=lag)
     names = [f"p{index}" for step in (1, 2) for index in PromptOrder(NUM_PROMPTS, P, 0).step(step)]
     logs = {name: [0.0, 0.1, 0.2, 3.0][i % P] for i, name in enumerate(names)}
-    stream.prompts.lengths.load({"logs": logs})
+    stream.producer.lengths = LengthHistory(logs)
     plain = stream.answer
 
     def answer(reference: Reference) -> None:
@@ -269,7 +270,7 @@ def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
         stream.step()
         stream.producer.release()
     for name in names[3::P]:
-        assert stream.prompts.lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
+        assert stream.producer.lengths.expected(name) == pytest.approx((np.exp(3) * 40) ** 0.5)
     finished = [row for row in read_rows(stream.events.path) if row["event"] == "finished"]
     assert {row["prompt"]: row["lengths"] for row in finished}[names[3]] == [40, 40]
     assert all(row["prompt_tokens"] > 0 for row in finished)

@@ -5,19 +5,16 @@ import shlex
 import socket
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from cotrain.publish.decision import DrafterEvent
 from cotrain.records import Versions
 from cotrain.run import mlflow_store
 from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
 from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
-from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import EXPECTED, Tracker, model_id_of, registered_name
 from pipelines.train.run import open_tracker
@@ -147,8 +144,7 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
     assert tags["sampling"] == "temperature 1, top_p 1, top_k 0, probabilistic drafts"
     first_version = client.get_model_version(name, "1")
     assert first_version.tags["parent_version"] == "none"
-    assert first_version.description == f"Drafter 1 of run first, for {POLICY} after 3 updates. "
-    assert client.get_registered_model(name).description == f"Drafters for the policy {POLICY}, by cotrain."
+    assert first_version.tags["policy"] == POLICY
     assert int(client.get_model_version_by_alias(name, "serving").version) == 2
     assert int(client.get_model_version_by_alias(name, "best").version) == 1
     model = client.get_logged_model(model_id_of(client.get_model_version(name, "1")))
@@ -165,7 +161,7 @@ def test_the_parent_of_a_drafter_is_the_one_before_it_that_was_registered(run_co
             assert tracker.log_drafter(folder, Versions(number, number), number, {}, TAGS | reason).result(60)
     last = client.get_model_version("smollm2-135m-instruct-drafter", "2")
     assert (last.tags["drafter_version"], last.tags["parent_version"]) == ("3", "1")
-    assert last.description.endswith("after 3 updates. gain 3")
+    assert last.tags["decision"] == "gain 3"
 
 
 def test_best_is_the_best_of_one_run_since_its_last_roll_back(run_config, client, drafter_folder):
@@ -203,22 +199,6 @@ def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_conf
         assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 1
         assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(60) == 3
     assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
-
-
-def test_decisions_are_an_artifact_and_the_last_one_a_tag(run_config, client, tmp_path):
-    log = RowFile(tmp_path / "decisions.jsonl")
-    with Tracker(run_config()) as tracker:
-        for step in (1, 2):
-            event = DrafterEvent(
-                step, "kept back", 0, "kept back, no gain is certain: acceptance length 1.2", {"gate/gain": 0.1}
-            )
-            log.write(step, asdict(event))
-            tracker.log_decisions(log.path, event)
-    run = client.get_run(tracker.run_id)
-    assert run.data.tags["drafter.last_decision"] == "step 2: kept back"
-    assert run.data.tags["drafter.last_reason"].startswith("kept back, no gain is certain")
-    stored = Path(client.download_artifacts(tracker.run_id, "decisions.jsonl", str(tmp_path)))
-    assert [row["step"] for row in read_rows(stored)] == [1, 2]
 
 
 def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):

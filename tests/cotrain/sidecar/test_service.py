@@ -313,7 +313,7 @@ def test_an_alarm_ends_speculation_and_training_but_neither_host_nor_trainer(con
     assert "alarm: acceptance_collapsed: no draft token was accepted" in capsys.readouterr().out
     client = MlflowClient(f"sqlite:///{mlflow_database}", f"sqlite:///{mlflow_database}")
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert run.data.tags["drafter.last_decision"].endswith("alarm") and run.info.status == "FINISHED"
+    assert run.info.status == "FINISHED"
 
 
 def test_a_stopped_sidecar_goes_on_where_it_was_and_has_kept_no_text(config, tiny):
