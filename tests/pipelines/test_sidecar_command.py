@@ -100,7 +100,7 @@ def test_a_host_without_an_engine_is_told_the_usual_causes(mlflow_database: Path
 
 
 def test_a_trainer_whose_parent_is_gone_ends(mlflow_database: Path) -> None:
-    """`kill -9` of `cotrain run` or of a script with the callback leaves nothing behind."""
+    """`kill -9` of `cotrain run` leaves nothing behind."""
     folder = mlflow_database.parents[1]
     options = ["--model", "tiny:llama", "--share", "1", "--spool", f"{folder}/spool", *QUICK]
     parent = (
