@@ -330,7 +330,7 @@ def test_an_alarm_of_another_check_stops_the_step(new_publisher: Any) -> None:
     world = World(GOOD, learns=1.0)
     publisher = new_publisher(world)
     run(publisher, world, [1])
-    alarm = Alarm("not_lossless", "rollouts have another law", "unknown", "find out", {"p": 0.0})
+    alarm = Alarm("not_lossless", "rollouts have another law", {"p": 0.0})
     outcome = publisher.heed(2, [alarm])
     assert "not_lossless: rollouts have another law" in str(outcome.failure)
     assert [event.kind for event in outcome.events] == ["alarm"] and outcome.metrics == {"alarms/not_lossless": 1.0}
