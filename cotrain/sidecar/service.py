@@ -164,7 +164,8 @@ class DrafterService:
         row = rollout_metrics(scored, batch, versions.drafter, recomputes=False)
         row = {name: value for name, value in row.items() if not name.startswith("policy/")} | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
-        row |= self._intake.metrics()
+        counted = self._intake.left_out()
+        row["sidecar/dropped"] = float(counted.total() - counted["finished"])
         if outcome.trains and row["drafter/buffer_tokens"]:
             row |= trainer.train(step, self._prepared.config.drafter.updates_per_step)
         self._metrics.write(step, row)
