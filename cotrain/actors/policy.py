@@ -1,5 +1,6 @@
 """The policy learner in processes of its own, one a rank, and its client. See PolicyLearner for what the calls do."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,12 +79,6 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:
             if config.policy.sharding and cluster.device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
-    arguments = {
-        "config": config.policy,
-        "rollout": config.rollout,
-        "model_path": str(nodes.model_path),
-        "total_steps": config.steps,
-        "seed": config.seed,
-        "device": cluster.device,
-    }
-    return Policy(cluster, actors, first, PolicyLearner, arguments)
+    model_path, device = str(nodes.model_path), cluster.device
+    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, config.seed, device)
+    return Policy(cluster, actors, first, create)
