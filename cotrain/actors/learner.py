@@ -58,9 +58,5 @@ class Learner(Generic[L]):
     def _begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
         return Pending([begin(actor, method, *args, **options).reference for actor in self._actors])
 
-    def _shared(self, argument: T) -> T:
-        """Put a large argument into the object store once, for all ranks. Ray gives each of them the argument itself."""
-        return self._cluster.put(argument)
-
     def _call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
         return self.finish(self._begin(method, *args, **options))
