@@ -36,7 +36,7 @@ from typing import Any
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.run.provenance import git_state, here_and_now
-from cotrain.sidecar.launch import start_trainer, stop_trainer
+from cotrain.sidecar.launch import trainer_beside
 from cotrain.transport.spool import Offer, Spool, State, read_json, write_json
 from tests.engine import sidecar_host
 
@@ -183,20 +183,20 @@ def trainer(spool: Any, fields: Sequence[str], scratch: Path, log: Path) -> Iter
     """`cotrain sidecar`, stopped but inside of the contexts that the yielded function returns."""
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"], "--share", "1", *fields]
     command += ["--spool", str(spool.folder), f"run_root={scratch}/runs"]
-    process = start_trainer(["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))} 2>&1"], spool.folder)
+    command = ["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))} 2>&1"]
+    with trainer_beside(command, spool.folder) as process:
 
-    @contextmanager
-    def works() -> Iterator[None]:
-        assert process.poll() is None, f"the trainer has ended; {log} says why"
-        process.send_signal(signal.SIGCONT)
-        yield
-        process.send_signal(signal.SIGSTOP)
+        @contextmanager
+        def works() -> Iterator[None]:
+            assert process.poll() is None, f"the trainer has ended; {log} says why"
+            process.send_signal(signal.SIGCONT)
+            yield
+            process.send_signal(signal.SIGSTOP)
 
-    try:
-        yield works
-    finally:
-        process.send_signal(signal.SIGCONT)
-        stop_trainer(process)
+        try:
+            yield works
+        finally:
+            process.send_signal(signal.SIGCONT)
 
 
 def moved(model: Path, folder: Path) -> Path:

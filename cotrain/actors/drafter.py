@@ -1,6 +1,7 @@
 """The drafter trainer in a process of its own, and its client. See DrafterTrainer for what the calls do."""
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from cotrain.actors.learner import Learner, LearnerActor, Pending
@@ -59,10 +60,5 @@ def start_drafter(cluster: Cluster, nodes: Nodes, config: RunConfig, init_folder
     """Begin to start a DrafterTrainer."""
     node = cluster.node_of["drafter"]
     actor = cluster.start(DrafterActor, "drafter", nodes.call(node, openmp_environment))
-    arguments = {
-        "spec": trainer_spec(config),
-        "model_path": nodes.model_path,
-        "init_folder": init_folder,
-        "device": cluster.device,
-    }
-    return Drafter(cluster, [actor], node, DrafterTrainer, arguments)
+    create = partial(DrafterTrainer, trainer_spec(config), nodes.model_path, init_folder, cluster.device)
+    return Drafter(cluster, [actor], node, create)

@@ -17,9 +17,9 @@ P = ParamSpec("P")
 class LearnerActor(Actor):
     """A learner in its own process."""
 
-    def start(self, learner: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def start(self, create: Callable[[], Any]) -> None:
         """Create the learner. In __init__, Ray would bury an error under its own."""
-        self._learner = learner(**arguments)
+        self._learner = create()
 
     def call(self, method: str, *args: Any, **options: Any) -> tuple[Any, float, float]:
         """Call a method of the learner. Returns its result, and when it began and ended (time.time)."""
@@ -40,12 +40,12 @@ class Learner(Generic[L]):
     A method waits, and raises what a rank raised. One whose name starts with begin_ returns at once; `finish` waits for it.
     """
 
-    def __init__(self, cluster: Cluster, actors: list[Any], node: str, learner: type[L], arguments: dict[str, Any]):
+    def __init__(self, cluster: Cluster, actors: list[Any], node: str, create: Callable[[], L]):
         """Begin to create the learner in every actor. The first call waits until it has been created."""
         self.node = node  # the node that rank 0 is on
         self.last_call = (0.0, 0.0)  # when the last call that `finish` waited for began and ended on rank 0 (time.time)
         self._cluster, self._actors = cluster, actors
-        self._started = [actor.start.remote(learner, arguments) for actor in actors]
+        self._started = [actor.start.remote(create) for actor in actors]
 
     def finish(self, pending: Pending[T]) -> T:
         """Wait for all ranks and return the result of rank 0."""
@@ -57,10 +57,6 @@ class Learner(Generic[L]):
 
     def _begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
         return Pending([begin(actor, method, *args, **options).reference for actor in self._actors])
-
-    def _shared(self, argument: T) -> T:
-        """Put a large argument into the object store once, for all ranks. Ray gives each of them the argument itself."""
-        return self._cluster.put(argument)
 
     def _call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
         return self.finish(self._begin(method, *args, **options))

@@ -1,5 +1,6 @@
 """The policy learner in processes of its own, one a rank, and its client. See PolicyLearner for what the calls do."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +25,10 @@ class PolicyActor(LearnerActor):
 
 
 class Policy(Learner[PolicyLearner]):
-    """Client of the policy learner."""
+    """Client of the policy learner. Rollouts are put into the object store once for all ranks, to which Ray gives them."""
 
     def begin_update(self, rollouts: list[ScoredRollout]) -> Pending[dict[str, float]]:
-        return self._begin(PolicyLearner.update, self._shared(rollouts))
+        return self._begin(PolicyLearner.update, self._cluster.put(rollouts))
 
     def write_payload(self, path: Path) -> WeightPayload:
         return self._from_rank_0(self._call(PolicyLearner.write_payload, path))
@@ -48,7 +49,7 @@ class Policy(Learner[PolicyLearner]):
         return self._from_rank_0(self._call(PolicyLearner.hidden_states, token_ids, layers))
 
     def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
-        draws = self._call(PolicyLearner.response_draws, self._shared(rollouts), sampling, logit_tolerance)
+        draws = self._call(PolicyLearner.response_draws, self._cluster.put(rollouts), sampling, logit_tolerance)
         return self._from_rank_0(draws)
 
     def begin_save(self, folder: Path, weights: bool = True) -> Pending[None]:
@@ -78,12 +79,6 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:
             if config.policy.sharding and cluster.device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
-    arguments = {
-        "config": config.policy,
-        "rollout": config.rollout,
-        "model_path": str(nodes.model_path),
-        "total_steps": config.steps,
-        "seed": config.seed,
-        "device": cluster.device,
-    }
-    return Policy(cluster, actors, first, PolicyLearner, arguments)
+    model_path, device = str(nodes.model_path), cluster.device
+    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, config.seed, device)
+    return Policy(cluster, actors, first, create)

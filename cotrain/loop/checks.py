@@ -76,7 +76,4 @@ class Checks:
         verdict, metrics = checked
         if verdict.passed:
             return [], metrics
-        what = f"rollouts do not have the policy's distribution: {verdict}"
-        cause = "speculation is not lossless on this engine, or the engines serve other policy weights"
-        remedy = "find out with cotrain verify; drafter=none runs without speculation"
-        return [Alarm("not_lossless", what, cause, remedy, metrics)], metrics
+        return [Alarm("not_lossless", f"rollouts do not have the policy's distribution: {verdict}", metrics)], metrics

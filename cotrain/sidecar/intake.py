@@ -69,16 +69,6 @@ class Intake:
         listed = ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
         return f"{reasons.total()} of {max(finished, reasons.total())} requests left out: {listed}" if reasons else ""
 
-    def metrics(self) -> dict[str, float]:
-        """Return what the living engines have counted since they started, and the number of requests left out."""
-        left_out = self.left_out()
-        numbers: Counter[str] = Counter(engines=len(self.engines), dropped=left_out.total() - left_out["finished"])
-        for state in self.engines.values():
-            numbers.update(
-                {f"{part}_s": seconds for part, seconds in state.seconds.items()}, tapped=state.counts["tapped"]
-            )
-        return {f"sidecar/{name}": float(value) for name, value in numbers.items()}
-
     def _take(self, name: str, folder: EngineFolder, shard: Path) -> None:
         number, described = 1, shard.with_suffix(".json")
         try:
@@ -147,10 +137,6 @@ class Engines:
     def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Switch drafting off, which is all that the publisher asks for."""
         self._write(replace(self._offer, on=False))
-
-    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
-        """Return nothing: a host's engines read back each update themselves."""
-        return []
 
     def clear_drafter_cache(self) -> None:
         """Do nothing: a host's cache is its own."""

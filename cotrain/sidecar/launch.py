@@ -7,9 +7,10 @@ trainer has a session of its own and is told to stop when the host has ended, so
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +27,13 @@ none asked for a drafter. Usual causes:
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen[bytes]:
-    """Start the trainer's command, and wait until engines may be started.
+@contextmanager
+def trainer_beside(command: Sequence[str], spool: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the trainer's command beside the body, which begins when engines may be started. Yields the trainer's process.
 
-    Raises RunFailure when another trainer is there, or this one ends before that, and OSError when its command is not found.
+    After the body, the trainer is told to save and exit, and killed if it has not done so within STOP_SECONDS.
+    Raises RunFailure when another trainer is there, or this one ends before engines may be started, and OSError when its
+    command is not found.
     """
     if Spool(spool).is_alive():
         raise RunFailure(f"spool: another trainer uses {spool}; stop it, or choose another folder or name")
@@ -39,21 +43,17 @@ def start_trainer(command: Sequence[str], spool: str | Path) -> subprocess.Popen
             if trainer.poll() is not None:
                 raise RunFailure("the drafter's trainer has ended before it was ready; it says why above")
             time.sleep(0.1)
-    except BaseException:
-        stop_trainer(trainer)
-        raise
-    return trainer
-
-
-def stop_trainer(trainer: subprocess.Popen[bytes]) -> None:
-    """Tell the trainer to save and exit, and kill it if it has not done so within STOP_SECONDS."""
-    trainer.terminate()
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            trainer.wait(STOP_SECONDS)
-    finally:  # a second Ctrl-C does not leave it behind
-        trainer.kill()
-        trainer.wait()
+        yield trainer
+        if trainer.poll() is not None:
+            print("cotrain: the trainer ended before the host did, see above", file=sys.stderr)
+    finally:
+        trainer.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                trainer.wait(STOP_SECONDS)
+        finally:  # a second Ctrl-C does not leave it behind
+            trainer.kill()
+            trainer.wait()
 
 
 def run_host(command: Sequence[str], spool: str | Path, **environment: str) -> int:

@@ -161,7 +161,8 @@ class DrafterService:
         self._state = replace(self._state, step=step, seconds=self._state.seconds + seconds)
         row = rollout_metrics(batch.rollouts, batch) | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
-        row |= self._intake.metrics()
+        counted = self._intake.left_out()
+        row["sidecar/dropped"] = float(counted.total() - counted["finished"])
         if outcome.trains and row["drafter/buffer_tokens"]:
             row |= trainer.train(step, self._prepared.config.drafter.updates_per_step)
         self._metrics.write(step, row)

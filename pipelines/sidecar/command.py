@@ -19,7 +19,7 @@ from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.engine.host.adoption import CHECK_VARIABLE
 from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
-from cotrain.sidecar.launch import CAUSES, run_host, start_trainer, stop_trainer
+from cotrain.sidecar.launch import CAUSES, run_host, trainer_beside
 from cotrain.transport.spool import VARIABLE, Verdict
 from drafters.config import BLOCK_DRAFTERS
 from pipelines.help import help_of
@@ -35,13 +35,8 @@ def run(arguments: Sequence[str]) -> int:
     given = [f"--with-parent={os.getpid()}", f"--share={config.share}", *arguments[: arguments.index("--")]]
     # Its default name would differ.
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", *given, f"name={config.name}"]
-    trainer = start_trainer(command, config.spool_folder)
-    try:
+    with trainer_beside(command, config.spool_folder):
         return run_host(host, config.spool_folder)
-    finally:
-        if trainer.poll() is not None:
-            print("cotrain: the trainer ended before the host did, see above", file=sys.stderr)
-        stop_trainer(trainer)
 
 
 def sidecar(arguments: Sequence[str]) -> int:

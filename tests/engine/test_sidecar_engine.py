@@ -1,6 +1,5 @@
 """Engines of a host with the sidecar in them: what is tapped, swapped and noticed, and that the host keeps its law."""
 
-import contextlib
 import copy
 import random
 import shutil
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from cotrain.run.rows import read_rows
-from cotrain.sidecar.launch import start_trainer, stop_trainer
+from cotrain.sidecar.launch import trainer_beside
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.spool import Description, Finished, Offer, Spool, State, read_json, write_json
@@ -117,32 +116,27 @@ def test_a_drafter_learns_beside_processes_of_a_host(target_folder: Path, mlflow
     folder = mlflow_database.parents[1]
     spool, tokenizer = Spool(folder / "spool"), AutoTokenizer.from_pretrained(target_folder)
     command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", "tiny:llama", "--share", "1", "--spool"]
-    with (folder / "trainer").open("w") as output, contextlib.redirect_stdout(output):
-        trainer = start_trainer([*command, str(spool.folder), f"run_root={folder}/runs", *TRAINER], spool.folder)
-    try:
-        with running_host(target_folder, host_environment(folder, spool), "dummy") as host:
-            host("fill", str(target_folder))
-            sidecar, draw = Sidecar(host, spool), random.Random(0)
-            texts, length = sidecar.greedy(), 0.0
-            deadline = time.monotonic() + MOST_SECONDS  # a quiet machine takes a minute and a half
-            while time.monotonic() < deadline:
-                asked = ["".join(draw.choice("0123456789 +-=abcdef") for _ in range(8)) for _ in range(16)]
-                chats = [[{"role": "user", "content": text}] for text in asked]
-                known = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-                before = sidecar.state
-                host("generate", known, {"max_tokens": 64})
-                after = sidecar.state
-                accepted, drafts = (after.counts[n] - before.counts[n] for n in ("accepted_tokens", "drafts"))
-                length = 1 + accepted / max(1, drafts)
-                judged = [
-                    row for row in read_rows(folder / "runs" / "trained" / "metrics.jsonl") if "canary/bound" in row
-                ]
-                if length >= LEARNT and judged:
-                    break
-            assert length >= LEARNT and judged and sidecar.greedy() == texts
-            assert after.drafter_version > 0 and after.reason is None
-    finally:
-        stop_trainer(trainer)
+    command += [str(spool.folder), f"run_root={folder}/runs", *TRAINER]
+    environment = host_environment(folder, spool)
+    with trainer_beside(command, spool.folder), running_host(target_folder, environment, "dummy") as host:
+        host("fill", str(target_folder))
+        sidecar, draw = Sidecar(host, spool), random.Random(0)
+        texts, length = sidecar.greedy(), 0.0
+        deadline = time.monotonic() + MOST_SECONDS  # a quiet machine takes a minute and a half
+        while time.monotonic() < deadline:
+            asked = ["".join(draw.choice("0123456789 +-=abcdef") for _ in range(8)) for _ in range(16)]
+            chats = [[{"role": "user", "content": text}] for text in asked]
+            known = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+            before = sidecar.state
+            host("generate", known, {"max_tokens": 64})
+            after = sidecar.state
+            accepted, drafts = (after.counts[n] - before.counts[n] for n in ("accepted_tokens", "drafts"))
+            length = 1 + accepted / max(1, drafts)
+            judged = [row for row in read_rows(folder / "runs" / "trained" / "metrics.jsonl") if "canary/bound" in row]
+            if length >= LEARNT and judged:
+                break
+        assert length >= LEARNT and judged and sidecar.greedy() == texts
+        assert after.drafter_version > 0 and after.reason is None
     rows = read_rows(folder / "runs" / "trained" / "metrics.jsonl")
     assert all(row["drafter/untrainable_rollouts"] == 0 and row["sidecar/dropped"] == 0 for row in rows)
     assert any(row["versions/drafter"] for row in rows), "a round was judged under a drafter that was trained here"

@@ -100,13 +100,14 @@ def test_a_host_without_an_engine_is_told_the_usual_causes(mlflow_database: Path
 
 
 def test_a_trainer_whose_parent_is_gone_ends(mlflow_database: Path) -> None:
-    """`kill -9` of `cotrain run` or of a script with the callback leaves nothing behind."""
+    """`kill -9` of `cotrain run` leaves nothing behind."""
     folder = mlflow_database.parents[1]
     options = ["--model", "tiny:llama", "--share", "1", "--spool", f"{folder}/spool", *QUICK]
     parent = (
-        "import os, sys, time; from cotrain.sidecar.launch import start_trainer\n"
+        "import os, sys, time; from cotrain.sidecar.launch import trainer_beside\n"
         "command = [*sys.argv[2:], f'--with-parent={os.getpid()}']\n"
-        "print(start_trainer(command, sys.argv[1]).pid, flush=True); time.sleep(600)"
+        "with trainer_beside(command, sys.argv[1]) as trainer:\n"
+        "    print(trainer.pid, flush=True); time.sleep(600)"
     )
     trainer = [sys.executable, "-m", "pipelines.cli", "sidecar", *options]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -328,7 +328,7 @@ config = RunConfig(name="ranks", steps=1, policy={"model": "tiny:llama", "num_pr
 cluster = Cluster(config, Path.cwd())
 from cotrain.actors.learner import LearnerActor
 actors = [cluster.start(LearnerActor, f"policy_{rank}", {}) for rank in range(3)]
-policy, reactor = Policy(cluster, actors, "", Learner, {}), Reactor(cluster, 60.0)
+policy, reactor = Policy(cluster, actors, "", Learner), Reactor(cluster, 60.0)
 update, arrived = policy.begin_update([Rollouts()]), []
 for reference in update.references:
     reactor.add(reference, lambda answer: arrived.append(answer[0]))

@@ -3,7 +3,6 @@
 import os
 import pty
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.process.failures import RunFailure
-from cotrain.sidecar.launch import run_host, start_trainer, stop_trainer
+from cotrain.sidecar.launch import run_host, trainer_beside
 from cotrain.transport.spool import VARIABLE, Settings, Spool
 
 ROOT = Path(__file__).parents[3]
@@ -90,10 +89,9 @@ def test_a_ctrl_c_reaches_the_host_once(sent_by: str, tmp_path: Path) -> None:
 
 
 def test_a_trainer_is_waited_for_and_asked_to_stop(tmp_path: Path) -> None:
-    trainer = start_trainer([sys.executable, "-c", TRAINER, str(tmp_path / "spool")], tmp_path / "spool")
-    assert Spool(tmp_path / "spool").settings() == SETTINGS
-    assert os.getsid(trainer.pid) == trainer.pid  # the terminal's Ctrl-C does not reach it
-    stop_trainer(trainer)
+    with trainer_beside([sys.executable, "-c", TRAINER, str(tmp_path / "spool")], tmp_path / "spool") as trainer:
+        assert Spool(tmp_path / "spool").settings() == SETTINGS
+        assert os.getsid(trainer.pid) == trainer.pid  # the terminal's Ctrl-C does not reach it
     assert trainer.returncode == 3
 
 
@@ -101,19 +99,20 @@ def test_no_host_is_started_beside_the_trainer_of_another(tmp_path: Path) -> Non
     other = Spool(tmp_path / "spool")
     other.hold()
     other.create(SETTINGS)
-    with pytest.raises(RunFailure, match="another trainer uses"):
-        start_trainer([sys.executable, "-c", TRAINER, str(tmp_path / "spool")], tmp_path / "spool")
+    command = [sys.executable, "-c", TRAINER, str(tmp_path / "spool")]
+    with pytest.raises(RunFailure, match="another trainer uses"), trainer_beside(command, tmp_path / "spool"):
+        pass
 
 
 def test_a_trainer_that_fails_at_the_start_is_a_failure_of_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RunFailure, match="before it was ready"):
-        start_trainer([sys.executable, "-c", "import sys; sys.exit(2)"], tmp_path)
+    command = [sys.executable, "-c", "import sys; sys.exit(2)"]
+    with pytest.raises(RunFailure, match="before it was ready"), trainer_beside(command, tmp_path):
+        pass
 
 
 def test_a_trainer_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain.sidecar.launch.STOP_SECONDS", 0.2)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert trainer.stdout is not None and trainer.stdout.readline()
-    stop_trainer(trainer)
+    deaf = TRAINER.replace("lambda *ignored: sys.exit(3)", "signal.SIG_IGN")
+    with trainer_beside([sys.executable, "-c", deaf, str(tmp_path / "spool")], tmp_path / "spool") as trainer:
+        pass
     assert trainer.returncode == -signal.SIGKILL
