@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
+from drafters.attention import attend, recomputed
 from drafters.aux_layers import AUX_LAYERS, check_aux_layers
 from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
-from drafters.block.attention import attend_blocks
 from drafters.block.first_weights import attend_to_newest, regression
 from drafters.config import DFlashConfig
 from drafters.files import read_config
 from drafters.rotary import for_drafter, inverse_frequencies
 from drafters.target import other_values
-from drafters.unroll import MLP, Attention, in_chunks, recomputed
+from drafters.unroll import MLP, Attention, in_chunks
 from drafters.vocabulary import choose_tokens, to_maps, to_tokens
 
 SUPPORTED: dict[str, object] = {
@@ -189,10 +189,11 @@ class DFlashDrafter(Drafter):
         ids[:, 0] = batch.token_ids[alignment.input_rows(0)]
         hidden = target.embedding.detach()[ids].to(dtype)  # [S, B, H]
         positions = batch.positions[alignment.start_rows][:, None] + 1 + torch.arange(first + depth, device=rows.device)
+        starts, from_first = slice(0, len(ids)), torch.zeros_like(alignment.starts_in_context)
         for layer in [cast(BlockLayer, layer) for layer in self.layers]:
             read = recomputed(layer.self_attn.keys_and_values, context, batch.positions[rows])
             queries, keys, values = in_chunks(_project, hidden, [positions], layer)
-            attended = attend_blocks(queries, read, (keys, values), alignment, self.shape.causal)
+            attended = attend(queries, read, (keys, values), alignment, starts, from_first, self.shape.causal)
             (hidden,) = in_chunks(_finish, hidden, [attended], layer)
         hidden = self.norm(hidden)
         head = self.lm_head.weight if self.shape.has_head else target.head
