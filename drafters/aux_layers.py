@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drafters.base import Drafter, Shape, TargetSpec, TargetWeights
 from drafters.config import DFlashConfig, Eagle3Config
-from drafters.rotary import for_drafter
+from drafters.rotary import BY_LENGTH, inverse_frequencies
 from drafters.vocabulary import choose_tokens, to_maps, to_tokens
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -24,12 +24,20 @@ class AuxShape(Shape):
 
 
 def new_shape(config: Eagle3Config | DFlashConfig, target: TargetSpec) -> AuxShape:
-    """Return what the shape of a new drafter has of its configuration. Raises ValueError naming the field that does not fit."""
+    """Return what the shape of a new drafter has of its configuration.
+
+    Its layers have no biases, and a rotation that can be trained, which need not be the target's. Raises ValueError naming the field
+    that does not fit.
+    """
     draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
     if draft_vocab_size > target.vocab_size:
         more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
         raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
-    sizes = for_drafter(replace(target, num_layers=config.num_layers))
+    rope = target.rope_parameters
+    if rope["rope_type"] in BY_LENGTH:
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    sizes = replace(target, num_layers=config.num_layers, rope_parameters=rope, attention_bias=False, mlp_bias=False)
+    inverse_frequencies(sizes)
     aux_layers = check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
     return AuxShape(sizes, config.trained_depth, draft_vocab_size, aux_layers)
 

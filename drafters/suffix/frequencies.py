@@ -118,16 +118,6 @@ def _bound(text, order, low, high, back, token):
 
 
 @_compiled
-def _end(text, order, low, high, back, token):
-    """Return the end of the run that begins at order[low] and has this token `back` positions earlier, at most `high`."""
-    step = 1
-    while low + step < high and text[order[low + step] - back] == token:
-        low += step
-        step *= 2
-    return _bound(text, order, low + 1, min(high, low + step), back, token + 1)
-
-
-@_compiled
 def _places(text, order, own_text, length, response_start, lows, highs):
     """Find, for each level, the range of places whose context ends like this one. Returns the length of the longest match."""
     low, high, level, longest = 0, len(order), 0, min(DEPTH, length - response_start + 1)
@@ -136,7 +126,7 @@ def _places(text, order, own_text, length, response_start, lows, highs):
         low = _bound(text, order, low, high, m, token)
         if low == high or text[order[low] - m] != token:
             return m - 1
-        high = _end(text, order, low, high, m, token)
+        high = _bound(text, order, low, high, m, token + 1)
         if LEVELS[level] == m:
             lows[level], highs[level] = low, high
             level += 1
@@ -206,21 +196,11 @@ def _slot(tokens, mass, slots, n, token):
 
 @_compiled
 def _count(tokens, mass, slots, n, following, weight):
-    """Add weight to the mass of each of these tokens. Returns the number of tokens.
-
-    Neighbours are mostly the same token, whose mass is summed in a register.
-    """
-    last, at, total = np.int32(-1), np.int32(-1), 0.0
+    """Add weight to the mass of each of these tokens. Returns the number of tokens."""
     for token in following:
-        if token != last:
-            if at >= 0:
-                mass[at] = total
-            last = token
-            at, n = _slot(tokens, mass, slots, n, token)
-            total = mass[at] if at >= 0 else 0.0
-        total += weight
-    if at >= 0:
-        mass[at] = total
+        at, n = _slot(tokens, mass, slots, n, token)
+        if at >= 0:
+            mass[at] += weight
     return n
 
 
