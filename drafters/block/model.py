@@ -129,7 +129,7 @@ class DFlashDrafter(AuxDrafter):
             causal=bool(own.get("causal", False) if causal is None else causal),
             has_head="lm_head.weight" in tensors,
         )
-        return shape, {"spread": _ones(shape), **tensors}
+        return shape, tensors
 
     @staticmethod
     def to_config(shape: DFlashShape) -> dict[str, object]:
@@ -216,7 +216,7 @@ class DFlashDrafter(AuxDrafter):
         return self.state_for_serving()
 
     def restored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"spread": _ones(self.shape), **tensors}
+        return {"spread": torch.ones(self.fc.in_features), **tensors}
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
@@ -235,10 +235,6 @@ def _finish(layer: BlockLayer, _: slice, hidden: Tensor, attended: Tensor) -> tu
     """Return the output [S, B, H] of a layer."""
     hidden = hidden + layer.self_attn.output(attended.flatten(0, 1), hidden).view_as(hidden)
     return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)),)
-
-
-def _ones(shape: DFlashShape) -> Tensor:
-    return torch.ones(len(shape.aux_layers) * shape.sizes.hidden_size)
 
 
 def _stated(config: dict[str, Any], names: tuple[str, ...]) -> Any:
