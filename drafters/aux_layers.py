@@ -66,7 +66,7 @@ class AuxDrafter(Drafter):
     shape: AuxShape
     fc: nn.Linear  # [A*H] to [H]
     d2t: Tensor
-    maps = ("d2t", "t2d")
+    maps: tuple[str, ...] = ("d2t", "t2d")
     """Those of `to_maps` that a checkpoint has."""
 
     def add_head(self, own: bool = True) -> None:

@@ -74,7 +74,7 @@ class DFlashDrafter(AuxDrafter):
 
     shape: DFlashShape
     spread: Tensor
-    maps = ("d2t",)
+    maps: tuple[str, ...] = ("d2t",)
 
     def __init__(self, shape: DFlashShape) -> None:
         super().__init__(shape)
