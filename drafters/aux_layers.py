@@ -1,11 +1,45 @@
-"""The target layers whose hidden states a drafter reads."""
+"""What EAGLE-3 and the block drafters share: they read hidden states of some target layers, and propose tokens of a draft vocabulary."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
-from drafters.target import TargetSpec
+import torch
+from torch import Tensor, nn
+
+from drafters.base import Drafter, Shape, TargetSpec, TargetWeights
+from drafters.config import DFlashConfig, Eagle3Config
+from drafters.rotary import BY_LENGTH, inverse_frequencies
+from drafters.vocabulary import choose_tokens, to_maps, to_tokens
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 """Field of config.json with which vLLM numbers them as cotrain does: id k is the state after k layers."""
+
+
+@dataclass(frozen=True)
+class AuxShape(Shape):
+    """Shape of a drafter that reads A aux layers."""
+
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
+
+
+def new_shape(config: Eagle3Config | DFlashConfig, target: TargetSpec) -> AuxShape:
+    """Return what the shape of a new drafter has of its configuration.
+
+    Its layers have no biases, and a rotation that can be trained, which need not be the target's. Raises ValueError naming the field
+    that does not fit.
+    """
+    draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
+    if draft_vocab_size > target.vocab_size:
+        more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
+        raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
+    rope = target.rope_parameters
+    if rope["rope_type"] in BY_LENGTH:
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    sizes = replace(target, num_layers=config.num_layers, rope_parameters=rope, attention_bias=False, mlp_bias=False)
+    inverse_frequencies(sizes)
+    aux_layers = check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
+    return AuxShape(sizes, config.trained_depth, draft_vocab_size, aux_layers)
 
 
 def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, ...]:
@@ -24,3 +58,60 @@ def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, 
             f"{target.num_layers} layers; set such ids"
         )
     return layers
+
+
+class AuxDrafter(Drafter):
+    """A drafter that reads the states of aux layers through `fc`. Until `choose_vocabulary` it can propose the first V_draft tokens."""
+
+    shape: AuxShape
+    fc: nn.Linear  # [A*H] to [H]
+    d2t: Tensor
+    maps: tuple[str, ...] = ("d2t", "t2d")
+    """Those of `to_maps` that a checkpoint has."""
+
+    def add_head(self, own: bool = True) -> None:
+        """Add the head, unless it is the target's, and the maps between the vocabularies; a subclass calls it after its layers."""
+        sizes, self.has_own_head = self.shape.sizes, own
+        if own:
+            self.lm_head = nn.Linear(sizes.hidden_size, self.shape.draft_vocab_size, bias=False)
+        # vLLM has no map to load when the vocabularies are the same.
+        self.has_map = self.shape.draft_vocab_size < sizes.vocab_size
+        if self.has_map:
+            for name, tensor in self._maps_to(torch.arange(self.shape.draft_vocab_size)).items():
+                self.register_buffer(name, tensor)
+
+    def _maps_to(self, tokens: Tensor) -> dict[str, Tensor]:
+        d2t, t2d = to_maps(tokens, self.shape.sizes.vocab_size)
+        return {name: tensor for name, tensor in (("d2t", d2t), ("t2d", t2d)) if name in self.maps}
+
+    def _set_maps(self, tokens: Tensor) -> None:
+        if self.has_map:
+            for name, tensor in self._maps_to(tokens).items():
+                self.get_buffer(name).copy_(tensor)
+
+    @property
+    def draft_to_target(self) -> Tensor:
+        return to_tokens(self.d2t) if self.has_map else super().draft_to_target
+
+    @property
+    def never_drafted(self) -> tuple[int, ...]:
+        """Return the token ids that no text has."""
+        return ()
+
+    @torch.no_grad()
+    def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
+        size, always = self.shape.draft_vocab_size, self.shape.sizes.eos_token_ids
+        tokens = choose_tokens(token_counts, size, always, self.never_drafted)
+        self._set_maps(tokens)
+        if self.has_own_head:
+            self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
+        total = token_counts.sum()
+        return float(token_counts[tokens].sum() / total) if total > 0 else 1.0
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Let fc pass the highest aux layer's state through. `choose_vocabulary` later copies the rows of the head from the target."""
+        super().initialise(generator)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
+        self._set_maps(torch.arange(self.shape.draft_vocab_size))

@@ -1,7 +1,5 @@
 """Rotary positions of a drafter's heads, by the rope_parameters of its configuration, as transformers and vLLM compute them."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -9,19 +7,6 @@ from drafters.target import TargetSpec
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotations that transformers changes with the length of a sequence and vLLM with that of the engine's longest."""
-
-
-def for_drafter(target: TargetSpec) -> TargetSpec:
-    """Return the sizes of a new drafter's layers: without biases, and with a rotation that can be trained, which need not be the target's.
-
-    Raises ValueError when the rope_parameters are wrong.
-    """
-    rope = target.rope_parameters
-    if rope["rope_type"] in BY_LENGTH:
-        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    sizes = replace(target, rope_parameters=rope, attention_bias=False, mlp_bias=False)
-    inverse_frequencies(sizes)
-    return sizes
 
 
 def inverse_frequencies(sizes: TargetSpec) -> tuple[Tensor, float]:

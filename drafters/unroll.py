@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from drafters.alignment import Alignment, DraftBatch
+from drafters.attention import attend, recomputed
 from drafters.rotary import inverse_frequencies
 from drafters.target import TargetSpec
 
@@ -114,9 +114,6 @@ class DraftLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-MAX_SCORES = 2**24
-"""Most attention scores in memory at once, over all heads (64 MiB in float32)."""
-
 WHOLE_TEXT = 2**31
 """A window that no text fills."""
 
@@ -163,11 +160,12 @@ def unroll(
         x, residual = layer.attention_input(embed(of.input_rows(position)[starts]), hidden, positions)
         # At draft position 0 a start's own key is the last one it sees of the context.
         own = own + layer.self_attn.keys_and_values(x, positions) if position else ()
-        queries = layer.self_attn.queries(x, positions)
+        none = context[0].new_empty(len(x), 0, *context[0].shape[1:])
+        keys, values = (torch.cat([none, *(t[:, None] for t in own[i::2][-window:])], 1) for i in (0, 1))
+        queries = layer.self_attn.queries(x, positions)[:, None]
         first_seen = torch.searchsorted(order[rows], order[of.start_rows[starts]] + position + 1 - window)
-        own_keys, own_values = own[::2][-window:], own[1::2][-window:]
-        attended = attend(queries, *context, own_keys, own_values, of, starts, first_seen)
-        hidden = layer.finish(attended, residual, x)
+        attended = attend(queries, context, (keys, values), of, starts, first_seen)
+        hidden = layer.finish(attended[:, 0], residual, x)
         normed = norm(hidden) if layer is last else hidden
         return normed if recycles_normed else hidden, normed, *own[-2:]
 
@@ -193,56 +191,3 @@ def in_chunks(draft: Callable[..., Any], hidden: Tensor, own: Sequence[Tensor], 
     chunks = [slice(at, at + MAX_STARTS) for at in range(0, max(len(hidden), 1), MAX_STARTS)]
     parts = [recomputed(draft, *args, starts, hidden[starts], *(t[starts] for t in own)) for starts in chunks]
     return (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-
-
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    own_keys: Sequence[Tensor],
-    own_values: Sequence[Tensor],
-    alignment: Alignment,
-    starts: slice,
-    first_seen: Tensor,
-) -> Tensor:
-    """Return the attention output [R, heads, D] for the queries [R, heads, D] of the starts in the slice `starts`.
-
-    A query sees the keys and values [C, kv heads, D] of its rollout's context rows from first_seen [R] up to its own.
-    own_keys and own_values, each [R, kv heads, D], are seen only by the start that they belong to.
-    """
-    chunks = []
-    for context, own_starts in alignment.spans:
-        first, last = max(own_starts.start, starts.start), min(own_starts.stop, starts.stop)
-        rows_in_chunk = max(MAX_SCORES // ((context.stop - context.start) * queries.shape[1]), 1)
-        for start in range(first, last, rows_in_chunk):
-            stop = min(start + rows_in_chunk, last)
-            rows = slice(start - starts.start, stop - starts.start)
-            seen = torch.stack([first_seen[rows], alignment.starts_in_context[start:stop]]) - context.start
-            own = ([tensor[rows] for tensor in tensors] for tensors in (own_keys, own_values))
-            chunks.append(recomputed(_attend_chunk, queries[rows], keys[context], values[context], seen, *own))
-    return torch.cat(chunks) if chunks else queries
-
-
-def _attend_chunk(
-    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
-) -> Tensor:
-    """Return [R, heads, D] for queries [R, heads, D]; row i sees keys [C, kv heads, D] from seen[0, i] to seen[1, i], and its own."""
-    num_rows, num_heads, size = queries.shape
-    kv_heads = keys.shape[1]
-    # Queries that share a key head become rows of one matrix: [kv heads, R * heads / kv heads, D].
-    grouped = queries.view(num_rows, kv_heads, -1, size).transpose(0, 1)
-    scores = (grouped.flatten(1, 2) @ keys.permute(1, 2, 0)).view(kv_heads, num_rows, num_heads // kv_heads, -1)
-    row = torch.arange(keys.shape[0], device=keys.device)
-    unseen = (row < seen[0, :, None]) | (row > seen[1, :, None])
-    scores = scores.masked_fill(unseen[None, :, None], -torch.inf)
-    own_scores = [(grouped * key.transpose(0, 1)[:, :, None]).sum(-1, keepdim=True) for key in own_keys]
-    weights = (torch.cat([scores, *own_scores], dim=-1) * size**-0.5).softmax(-1)
-    attended = (weights[..., : keys.shape[0]].flatten(1, 2) @ values.transpose(0, 1)).view_as(grouped)
-    for index, value in enumerate(own_values):
-        attended = attended + weights[..., keys.shape[0] + index, None] * value.transpose(0, 1)[:, :, None]
-    return attended.transpose(0, 1).reshape(num_rows, num_heads, size)
-
-
-def recomputed(function, *args):
-    """Call a function without keeping its intermediate tensors; the backward pass computes them again."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

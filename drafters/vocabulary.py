@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 
-def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
+def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = (), never: Sequence[int] = ()) -> Tensor:
     """Choose the target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
 
-    Ties, and places left over once all counted tokens are in, go to the lowest token ids.
+    Ties, and places left over once all counted tokens are in, go to the lowest token ids, and to those in `never` last.
     size is at most V. Raises ValueError when it leaves no room for `always`.
     """
     kept = torch.tensor(sorted(set(always)), dtype=torch.int64, device=counts.device)
     if len(kept) > size:
         raise ValueError(f"draft_vocab_size {size} is below the {len(kept)} tokens that must be in it")
     rank = counts.to(torch.float64, copy=True)
+    rank[list(never)] = -1
     rank[kept] = torch.inf
     return rank.argsort(descending=True, stable=True)[:size].sort().values
 

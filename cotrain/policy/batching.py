@@ -9,6 +9,7 @@ positions 1 2 3 predict 4 5 6:
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,15 +77,9 @@ def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
     A rank that has run out of rollouts uses it to take part in a forward pass that all ranks make together, and with
     has_advantage in the backward pass too. batch: any other micro-batch.
     """
-    tokens = ("predictors", "targets", "sequence_ids", "lengths", "advantages", "behaviour_log_probs", "versions")
-    return replace(
-        batch,
-        rollouts=[],
-        token_ids=batch.token_ids[:1, :1],
-        old_log_probs=None if batch.old_log_probs is None else batch.old_log_probs[:0],
-        has_advantage=has_advantage,
-        **{name: getattr(batch, name)[:0] for name in tokens},
-    )
+    nothing: dict[str, Any] = {name: value[:0] for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    nothing["token_ids"] = batch.token_ids[:1, :1]
+    return replace(batch, **nothing | {"rollouts": [], "has_advantage": has_advantage})
 
 
 def _micro_batch(rollouts: list[ScoredRollout], device: torch.device) -> MicroBatch:

@@ -42,10 +42,8 @@ class FeatureBuffer:
         """Add rollouts, then drop those that are too old and, oldest first, those beyond max_bytes."""
         trainable = [record for record in records if record.is_trainable]
         self._untrainable += len(records) - len(trainable)
-        held = [*self.records, *trainable]
-        oldest_kept = max((record.policy_version for record in held), default=0) - self.max_age
-        self.records = [record for record in held if record.policy_version >= oldest_kept]
-        self._dropped_for_age += len(held) - len(self.records)
+        self.records += trainable
+        self._dropped_for_age += self._keep_from(max(self.policy_versions, default=0) - self.max_age)
         surplus = sum(record.num_bytes for record in self.records) - self.max_bytes
         while surplus > 0:
             surplus -= self.records.pop(0).num_bytes
@@ -54,10 +52,13 @@ class FeatureBuffer:
 
     def drop_earlier_versions(self) -> None:
         """Drop all rollouts but those of the newest policy version held, so that a checkpoint needs the head of this one only."""
-        newest = max(self.policy_versions, default=0)
-        held, self.records = self.records, [record for record in self.records if record.policy_version == newest]
-        self._dropped_for_checkpoints += len(held) - len(self.records)
+        self._dropped_for_checkpoints += self._keep_from(max(self.policy_versions, default=0))
         self._used &= set(self.records)
+
+    def _keep_from(self, oldest: int) -> int:
+        """Drop rollouts of policy versions before `oldest`. Returns how many there were."""
+        held, self.records = self.records, [record for record in self.records if record.policy_version >= oldest]
+        return len(held) - len(self.records)
 
     def sample(self, batch_tokens: int, rng: torch.Generator) -> TrainingBatch:
         """Draw whole rollouts of one policy version and sampling, at most batch_tokens in all; a longer rollout comes alone.

@@ -347,16 +347,15 @@ class DrafterTrainer:
     def _read(self, features: Sequence[str | FeatureRecord]) -> list[FeatureRecord]:
         """Return all records. The files of shards are deleted when all can be trained on."""
         shards = {one: read_shard(one) for one in features if isinstance(one, str)}
-        known: dict[str, list[Any]] = {
-            "policy version": sorted(self.target_weights),
-            "aux layers": [self.drafter.serving.aux_layers],
-        }
         for shard, record in ((shard, record) for shard, records in shards.items() for record in records):
-            theirs = {"policy version": record.policy_version, "aux layers": record.aux_layers}
-            for name in (name for name in known if theirs[name] not in known[name]):
-                raise ValueError(
-                    f"features that cannot be trained on: {shard} has {name} {theirs[name]}, the trainer knows {known[name]}"
-                )
+            if record.policy_version not in self.target_weights:
+                versions = sorted(self.target_weights)
+                problem = f"policy version {record.policy_version}, the trainer knows {versions}"
+            elif record.aux_layers != self.drafter.serving.aux_layers:
+                problem = f"aux layers {record.aux_layers}, the trainer knows {[self.drafter.serving.aux_layers]}"
+            else:
+                continue
+            raise ValueError(f"features that cannot be trained on: {shard} has {problem}")
         for shard in shards:
             Path(shard).unlink()
         return [record for one in features for record in (shards[one] if isinstance(one, str) else [one])]

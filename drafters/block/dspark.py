@@ -46,33 +46,21 @@ class DSparkShape(DFlashShape):
     confidence: int = 0
 
 
-class MarkovHead(nn.Module):
-    """Two matrices whose product is the bias of each draft token [V_draft] for each token before it [V]."""
-
-    def __init__(self, shape: DSparkShape) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(shape.sizes.vocab_size, shape.markov_rank)
-        self.markov_w2 = nn.Linear(shape.markov_rank, shape.draft_vocab_size, bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """A logit for each state."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class DSparkDrafter(DFlashDrafter):
-    """DFlash with a Markov head and a confidence head."""
+    """DFlash with a Markov head and a confidence head.
+
+    The product of the Markov head's two matrices is the bias of each draft token [V_draft] for each token before it [V].
+    """
 
     shape: DSparkShape
 
     def __init__(self, shape: DSparkShape) -> None:
         super().__init__(shape)
-        self.markov_head = MarkovHead(shape)
+        w1 = nn.Embedding(shape.sizes.vocab_size, shape.markov_rank)
+        w2 = nn.Linear(shape.markov_rank, shape.draft_vocab_size, bias=False)
+        self.markov_head = nn.ModuleDict({"markov_w1": w1, "markov_w2": w2})
         if shape.confidence:
-            self.confidence_head = ConfidenceHead(shape.confidence)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(shape.confidence, 1)})
 
     @staticmethod
     def shape_of(config: Any, target: TargetSpec) -> DSparkShape:
@@ -118,7 +106,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden, head = super().drafts(batch, alignment, target)
-        w1, w2 = self.markov_head.markov_w1, self.markov_head.markov_w2.weight
+        w1, w2 = self.markov_head["markov_w1"], self.get_parameter("markov_head.markov_w2.weight")
         before = [w1(batch.token_ids[alignment.input_rows(position)]) for position in range(len(hidden))]
         states = [torch.cat(pair, -1) for pair in zip(hidden, before, strict=True)]
         return states, torch.cat([head.to(w2.dtype), w2], -1)
@@ -129,14 +117,14 @@ class DSparkDrafter(DFlashDrafter):
         if not self.shape.confidence or not known.any():
             return None
         read = torch.stack([state.detach()[:, : self.shape.confidence] for state in states])[known]
-        estimated = self.confidence_head.proj(read).squeeze(-1).to(accepted.dtype)
+        estimated = self.confidence_head["proj"](read).squeeze(-1).to(accepted.dtype)
         return F.binary_cross_entropy_with_logits(estimated, accepted[known])
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Begin as DFlash does, without a bias."""
         super().initialise(generator)
-        self.markov_head.markov_w2.weight.zero_()
+        self.get_parameter("markov_head.markov_w2.weight").zero_()
 
 
 def problems_of(config: dict[str, Any]) -> Iterator[str]:
@@ -144,10 +132,6 @@ def problems_of(config: dict[str, Any]) -> Iterator[str]:
     for field in other_values(config, SUPPORTED):
         yield f"this is a DSpark variant with {field}, which is not supported"
     if not config.get("markov_rank"):
-        nested = "markov_rank" in (config.get("dflash_config") or {})
-        fix = (
-            "vLLM does not read that of dflash_config: move it, and what else its heads need, out of there"
-            if nested
-            else ""
-        )
-        yield f"it has no markov_rank, the number of columns of markov_head.markov_w1{fix and '; ' + fix}"
+        yield "it has no markov_rank, the number of columns of markov_head.markov_w1"
+        if "markov_rank" in (config.get("dflash_config") or {}):
+            yield "vLLM does not read that of dflash_config: move it, and what else its heads need, out of there"

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.aux_layers import AUX_LAYERS, check_aux_layers
-from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
-from drafters.block.attention import attend_blocks
+from drafters.attention import attend, recomputed
+from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape
+from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.block.first_weights import attend_to_newest, regression
 from drafters.config import DFlashConfig
 from drafters.files import read_config
-from drafters.rotary import for_drafter, inverse_frequencies
+from drafters.rotary import inverse_frequencies
 from drafters.target import other_values
-from drafters.unroll import MLP, Attention, in_chunks, recomputed
-from drafters.vocabulary import choose_tokens, to_maps, to_tokens
+from drafters.unroll import MLP, Attention, in_chunks
 
 SUPPORTED: dict[str, object] = {
     "hidden_act": "silu",
@@ -51,11 +50,9 @@ SMALLEST_SPREAD = 1e-3
 
 
 @dataclass(frozen=True)
-class DFlashShape(Shape):
+class DFlashShape(AuxShape):
     """Shape of a DFlash drafter. In `sizes`, layers, attention, MLP width, RoPE and positions are the drafter's own."""
 
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
     mask_token_id: int
     causal: bool = True
     has_head: bool = True  # otherwise the target's, over all tokens
@@ -72,12 +69,12 @@ class BlockLayer(nn.Module):
         self.mlp = MLP(size, sizes.intermediate_size)
 
 
-class DFlashDrafter(Drafter):
-    """DFlash with a trainable head. Until `choose_vocabulary` the draft vocabulary is the first V_draft tokens."""
+class DFlashDrafter(AuxDrafter):
+    """DFlash with a trainable head, or with the target's."""
 
     shape: DFlashShape
     spread: Tensor
-    d2t: Tensor
+    maps: tuple[str, ...] = ("d2t",)
 
     def __init__(self, shape: DFlashShape) -> None:
         super().__init__(shape)
@@ -86,12 +83,7 @@ class DFlashDrafter(Drafter):
         self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(2))
         self.layers = nn.ModuleList([BlockLayer(shape.sizes) for _ in range(shape.sizes.num_layers)])
         self.register_buffer("spread", torch.ones(self.fc.in_features))
-        if shape.has_head:
-            self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
-        # vLLM has no map to load when the vocabularies are the same.
-        self.has_map = shape.draft_vocab_size < shape.sizes.vocab_size
-        if self.has_map:
-            self.register_buffer("d2t", to_maps(torch.arange(shape.draft_vocab_size), shape.sizes.vocab_size)[0])
+        self.add_head(shape.has_head)
 
     @staticmethod
     def shape_of(config: DFlashConfig, target: TargetSpec) -> DFlashShape:
@@ -99,10 +91,6 @@ class DFlashDrafter(Drafter):
             raise ValueError(
                 'drafter.model.markov_rank: DFlash has no Markov head; leave it out, or set type = "dspark"'
             )
-        draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
-        if draft_vocab_size > target.vocab_size:
-            more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
-            raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
         mask = target.unused_token_id if config.mask_token_id is None else config.mask_token_id
         if mask is None:
             raise ValueError(
@@ -113,9 +101,7 @@ class DFlashDrafter(Drafter):
             raise ValueError(
                 f"drafter.model.mask_token_id: {mask} is no token below {target.vocab_size} that text never has; set another"
             )
-        sizes = for_drafter(replace(target, num_layers=config.num_layers, sliding_window=None))
-        aux_layers = check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
-        return DFlashShape(sizes, config.trained_depth, draft_vocab_size, aux_layers, mask)
+        return DFlashShape(**vars(new_shape(config, replace(target, sliding_window=None))), mask_token_id=mask)
 
     @staticmethod
     def read(
@@ -143,7 +129,7 @@ class DFlashDrafter(Drafter):
             causal=bool(own.get("causal", False) if causal is None else causal),
             has_head="lm_head.weight" in tensors,
         )
-        return shape, {"spread": _ones(shape), **tensors}
+        return shape, tensors
 
     @staticmethod
     def to_config(shape: DFlashShape) -> dict[str, object]:
@@ -169,10 +155,6 @@ class DFlashDrafter(Drafter):
         return ServingSpec("dflash", self.shape.aux_layers)
 
     @property
-    def draft_to_target(self) -> Tensor:
-        return to_tokens(self.d2t) if self.has_map else super().draft_to_target
-
-    @property
     def drafts_follow_length(self) -> bool:
         return not self.shape.causal
 
@@ -189,26 +171,19 @@ class DFlashDrafter(Drafter):
         ids[:, 0] = batch.token_ids[alignment.input_rows(0)]
         hidden = target.embedding.detach()[ids].to(dtype)  # [S, B, H]
         positions = batch.positions[alignment.start_rows][:, None] + 1 + torch.arange(first + depth, device=rows.device)
+        starts, from_first = slice(0, len(ids)), torch.zeros_like(alignment.starts_in_context)
         for layer in [cast(BlockLayer, layer) for layer in self.layers]:
             read = recomputed(layer.self_attn.keys_and_values, context, batch.positions[rows])
             queries, keys, values = in_chunks(_project, hidden, [positions], layer)
-            attended = attend_blocks(queries, read, (keys, values), alignment, self.shape.causal)
+            attended = attend(queries, read, (keys, values), alignment, starts, from_first, self.shape.causal)
             (hidden,) = in_chunks(_finish, hidden, [attended], layer)
         hidden = self.norm(hidden)
-        head = self.lm_head.weight if self.shape.has_head else target.head
+        head = self.lm_head.weight if self.has_own_head else target.head
         return [hidden[:, row] for row in range(first, first + depth)], head
 
-    @torch.no_grad()
-    def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
-        counts = token_counts.clone()
-        counts[self.shape.mask_token_id] = -1
-        tokens = choose_tokens(counts, self.shape.draft_vocab_size, self.shape.sizes.eos_token_ids)
-        if self.has_map:
-            self.d2t = to_maps(tokens, self.shape.sizes.vocab_size)[0].to(self.d2t.device)
-        if self.shape.has_head:
-            self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
-        total = token_counts.sum()
-        return float(token_counts[tokens].sum() / total) if total > 0 else 1.0
+    @property
+    def never_drafted(self) -> tuple[int, ...]:
+        return (self.shape.mask_token_id,)
 
     @torch.no_grad()
     def start_training(self, batch: DraftBatch, target: TargetWeights, is_new: bool) -> None:
@@ -241,17 +216,12 @@ class DFlashDrafter(Drafter):
         return self.state_for_serving()
 
     def restored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"spread": _ones(self.shape), **tensors}
+        return {"spread": torch.ones(self.fc.in_features), **tensors}
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Let fc pass the highest aux layer's state through, until the first batch. `choose_vocabulary` copies the rows of the head."""
         super().initialise(generator)
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
         self.spread.fill_(1.0)
-        if self.has_map:
-            self.d2t.zero_()
 
 
 def _project(layer: BlockLayer, _: slice, hidden: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
@@ -265,10 +235,6 @@ def _finish(layer: BlockLayer, _: slice, hidden: Tensor, attended: Tensor) -> tu
     """Return the output [S, B, H] of a layer."""
     hidden = hidden + layer.self_attn.output(attended.flatten(0, 1), hidden).view_as(hidden)
     return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)),)
-
-
-def _ones(shape: DFlashShape) -> Tensor:
-    return torch.ones(len(shape.aux_layers) * shape.sizes.hidden_size)
 
 
 def _stated(config: dict[str, Any], names: tuple[str, ...]) -> Any:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.aux_layers import AUX_LAYERS, check_aux_layers
-from drafters.base import Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
+from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape
+from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.config import Eagle3Config
 from drafters.files import read_config
-from drafters.rotary import for_drafter, inverse_frequencies
+from drafters.rotary import inverse_frequencies
 from drafters.target import other_values
 from drafters.unroll import MLP, Attention, DraftLayer, unroll
-from drafters.vocabulary import choose_tokens, to_maps, to_tokens
+from drafters.vocabulary import to_tokens
 
 SUPPORTED: dict[str, object] = {
     "hidden_act": "silu", "logit_scale": 1, "is_causal": True, "quantization_config": None,
@@ -43,11 +43,9 @@ FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 
 @dataclass(frozen=True)
-class Eagle3Shape(Shape):
+class Eagle3Shape(AuxShape):
     """Shape of an EAGLE-3 drafter. In `sizes`, layers, attention, MLP width, RoPE and positions are the drafter's own."""
 
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
     fc_norm: bool = True  # a norm for each aux layer
     norm_before_fc: bool = False  # one norm over all of them
     norm_before_residual: bool = False
@@ -76,12 +74,10 @@ class DecoderLayer(DraftLayer):
         return x, normed if self.norm_before_residual else hidden
 
 
-class Eagle3Drafter(Drafter):
-    """EAGLE-3 with a trainable head. Until `choose_vocabulary` the draft vocabulary is the first V_draft tokens."""
+class Eagle3Drafter(AuxDrafter):
+    """EAGLE-3 with a trainable head."""
 
     shape: Eagle3Shape
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
@@ -93,23 +89,11 @@ class Eagle3Drafter(Drafter):
         self.fc = nn.Linear(num_layers * size, size, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(shape, number == 0) for number in range(shape.sizes.num_layers)])
         self.norm = nn.RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
-        # vLLM has no map to load when the vocabularies are the same.
-        self.has_map = shape.draft_vocab_size < shape.sizes.vocab_size
-        if self.has_map:
-            d2t, t2d = to_maps(torch.arange(shape.draft_vocab_size), shape.sizes.vocab_size)
-            self.register_buffer("d2t", d2t)
-            self.register_buffer("t2d", t2d)
+        self.add_head()
 
     @staticmethod
     def shape_of(config: Eagle3Config, target: TargetSpec) -> Eagle3Shape:
-        draft_vocab_size = config.draft_vocab_size or min(8192, target.vocab_size)
-        if draft_vocab_size > target.vocab_size:
-            more = f"{draft_vocab_size} is above the target's vocabulary of {target.vocab_size} tokens"
-            raise ValueError(f"drafter.model.draft_vocab_size: {more}; lower it")
-        sizes = for_drafter(replace(target, num_layers=config.num_layers))
-        aux_layers = check_aux_layers(config.aux_layers, target, "drafter.model.aux_layers")
-        return Eagle3Shape(sizes, config.trained_depth, draft_vocab_size, aux_layers)
+        return Eagle3Shape(**vars(new_shape(config, target)))
 
     @staticmethod
     def read(
@@ -174,10 +158,6 @@ class Eagle3Drafter(Drafter):
     def serving(self) -> ServingSpec:
         return ServingSpec("eagle3", self.shape.aux_layers)
 
-    @property
-    def draft_to_target(self) -> Tensor:
-        return to_tokens(self.d2t) if self.has_map else super().draft_to_target
-
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """Return the drafter's first hidden state [R, H], from the hidden states of the A aux layers [R, A*H]."""
         if self.shape.norm_before_fc:
@@ -199,30 +179,8 @@ class Eagle3Drafter(Drafter):
         )
         return hidden, self.lm_head.weight
 
-    @torch.no_grad()
-    def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
-        tokens = choose_tokens(token_counts, self.shape.draft_vocab_size, self.shape.sizes.eos_token_ids)
-        if self.has_map:
-            self.d2t, self.t2d = (m.to(self.d2t.device) for m in to_maps(tokens, self.shape.sizes.vocab_size))
-        self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
-        total = token_counts.sum()
-        return float(token_counts[tokens].sum() / total) if total > 0 else 1.0
-
     def state_for_serving(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
-
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Let fc pass the highest aux layer's state through; the norm before fc keeps its outliers from drowning the rest.
-
-        `choose_vocabulary` later copies the rows of the head from the target.
-        """
-        super().initialise(generator)
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
-        if self.has_map:
-            self.d2t.zero_()
-            self.t2d.zero_()[: self.shape.draft_vocab_size] = True
 
 
 def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:

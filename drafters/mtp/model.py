@@ -30,70 +30,43 @@ OF_TARGET = (
 
 
 class SparseMLP(nn.Module):
-    """Each row goes through its likeliest experts, weighted by the router, and through an expert that all rows share."""
+    """Each row goes through its likeliest experts, weighted by the router, and through an expert that all rows share.
 
-    def __init__(self, hidden_size: int, experts: Experts) -> None:
+    The scores of experts are a softmax, and a gate weights the shared one (Qwen); or they are sigmoids, in float32 at least, to which
+    a bias that no gradient changes is added for the choice alone (GLM, DeepSeek).
+    """
+
+    def __init__(self, hidden_size: int, experts: Experts, scores: str) -> None:
+        """scores: "softmax" or "sigmoid"."""
         super().__init__()
-        self.routing = experts
+        self.routing, self.softmax = experts, scores == "softmax"
         self.gate = nn.Linear(hidden_size, experts.number, bias=False)
         self.experts = nn.ModuleList([MLP(hidden_size, experts.size) for _ in range(experts.number)])
-
-    def shared(self, x: Tensor) -> Tensor:
-        """Return what the shared expert makes of x [R, H]."""
-        raise NotImplementedError
-
-    def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores [R, E] that weight the experts, and those that choose them."""
-        raise NotImplementedError
+        shared = MLP(hidden_size, experts.shared_size)
+        if self.softmax:
+            self.shared_expert, self.shared_expert_gate = shared, nn.Linear(hidden_size, 1, bias=False)
+        else:
+            self.shared_experts = shared
+            self.gate.register_buffer("e_score_correction_bias", torch.zeros(experts.number))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [R, H] for x [R, H]."""
-        scores, choosing = self.scores(x)
+        if self.softmax:
+            scores = choosing = self.gate(x).softmax(-1)
+            output = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        else:
+            scores = self.gate(x).to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
+            choosing, output = scores + self.gate.e_score_correction_bias, self.shared_experts(x)
         chosen = choosing.topk(self.routing.per_token, dim=-1).indices
         weights = scores.gather(1, chosen)
         if self.routing.normed:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # as transformers does where all scores are 0
-        weights, output = (self.routing.scale * weights).to(x.dtype), self.shared(x)
+        weights = (self.routing.scale * weights).to(x.dtype)
         for index, expert in enumerate(self.experts):
             rows, place = (chosen == index).nonzero(as_tuple=True)
             if len(rows):
                 output = output.index_add(0, rows, weights[rows, place, None] * expert(x[rows]))
         return output
-
-
-class SoftmaxMLP(SparseMLP):
-    """Experts by a softmax; a gate weights the shared one (Qwen)."""
-
-    def __init__(self, hidden_size: int, experts: Experts) -> None:
-        super().__init__(hidden_size, experts)
-        self.shared_expert = MLP(hidden_size, experts.shared_size)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
-
-    def shared(self, x: Tensor) -> Tensor:
-        return self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
-
-    def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.gate(x).softmax(-1)
-        return scores, scores
-
-
-class SigmoidMLP(SparseMLP):
-    """Experts by sigmoids, in float32 at least, to which a bias that no gradient changes is added for the choice alone (GLM, DeepSeek)."""
-
-    def __init__(self, hidden_size: int, experts: Experts) -> None:
-        super().__init__(hidden_size, experts)
-        self.gate.register_buffer("e_score_correction_bias", torch.zeros(experts.number))
-        self.shared_experts = MLP(hidden_size, experts.shared_size)
-
-    def shared(self, x: Tensor) -> Tensor:
-        return self.shared_experts(x)
-
-    def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.gate(x).to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
-        return scores, scores + self.gate.e_score_correction_bias
-
-
-MLPS = {"softmax": SoftmaxMLP, "sigmoid": SigmoidMLP}
 
 
 class MtpHead(DraftLayer):
@@ -112,7 +85,7 @@ class MtpHead(DraftLayer):
         )
         self.post_attention_layernorm = norm(size, eps)
         experts = sizes.experts
-        self.mlp = MLPS[head_format.experts](size, experts) if experts else MLP(size, sizes.intermediate_size)
+        self.mlp = SparseMLP(size, experts, head_format.experts) if experts else MLP(size, sizes.intermediate_size)
         self.output_norm = norm(size, eps)
 
     def join(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -202,7 +175,7 @@ class MtpDrafter(Drafter):
     def initialise(self, generator: torch.Generator) -> None:
         """Let the target's hidden state pass through to its head: the joined vector is the normed hidden state at first."""
         super().initialise(generator)
-        for bias in self.buffers():  # of SigmoidMLP
+        for bias in self.buffers():  # of SparseMLP
             bias.zero_()
         halves = self.head.joining.weight.zero_().chunk(2, dim=1)
         halves[0 if self.format.hidden_first else 1].fill_diagonal_(1.0)

@@ -1,6 +1,6 @@
 """The distribution of the next token given an index of rollouts. Drafts are drawn from it. Compiled with numba.
 
-A segment is a run of texts in one array, each after a SEPARATOR, with its positions sorted by the tokens before them, compared
+Texts lie in one array, each after a SEPARATOR. A segment has positions of some of them, sorted by the tokens before them, compared
 from the last token backwards. So all positions that follow a given context are neighbours, found by one binary search per token.
 Segments are passed as rows of addresses and sizes, because there are many and they change.
 """
@@ -48,17 +48,17 @@ def _pointer(_, address):
 
 @_compiled
 def _arrays(segment):
-    """Return the text, order and following tokens of a row of addresses and sizes: see index.Segment.row."""
+    """Return the text, order and following tokens of a row of addresses and sizes: see index.Scope."""
     text, order, following, size, num_positions = segment
     of_position = numba.carray(_pointer(order), num_positions), numba.carray(_pointer(following), num_positions)
     return numba.carray(_pointer(text), size), *of_position
 
 
 @_compiled
-def _before(first, i, second, j):
-    """Return whether the context of position i of the first text is sorted before that of j of the second, or is the same."""
+def _before(text, i, j):
+    """Return whether the context of position i is sorted before that of j, or is the same."""
     for m in range(1, DEPTH + 1):
-        a, b = first[i - m], second[j - m]
+        a, b = text[i - m], text[j - m]
         if a != b:
             return a < b
         if a == SEPARATOR:
@@ -75,7 +75,7 @@ def sort(text, order):
             middle, end = min(start + width, len(order)), min(start + 2 * width, len(order))
             i, j = start, middle
             for out in range(start, end):
-                if j == end or (i < middle and _before(text, order[i], text, order[j])):
+                if j == end or (i < middle and _before(text, order[i], order[j])):
                     scratch[out] = order[i]
                     i += 1
                 else:
@@ -86,40 +86,23 @@ def sort(text, order):
 
 
 @_compiled
-def merge(first, second, shift, merged, reached, most):
-    """Merge two runs by context, at most `most` positions from where it stopped before.
+def merge(text, first, second, merged, reached, most):
+    """Merge two segments by context, at most `most` positions from where it stopped before.
 
-    first, second: (text, order, following tokens) each. merged: (order, following tokens), to be filled. shift: added to the
-    positions of the second. reached [2]: how many positions of each were merged; it is brought up to date.
+    first, second, merged: (order, following tokens) each; the last is to be filled. reached [2]: how many positions of each were
+    merged; it is brought up to date.
     """
-    (first_text, first_order, first_following), (second_text, second_order, second_following) = first, second
+    (first_order, first_following), (second_order, second_following) = first, second
     order, following = merged
     i, j = reached
     for out in range(i + j, min(len(order), i + j + most)):
-        if j == len(second_order) or (
-            i < len(first_order) and _before(first_text, first_order[i], second_text, second_order[j])
-        ):
+        if j == len(second_order) or (i < len(first_order) and _before(text, first_order[i], second_order[j])):
             order[out], following[out] = first_order[i], first_following[i]
             i += 1
         else:
-            order[out], following[out] = second_order[j] + shift, second_following[j]
+            order[out], following[out] = second_order[j], second_following[j]
             j += 1
     reached[0], reached[1] = i, j
-
-
-@_compiled
-def leave_out(cut, order, following, rest, reached, most):
-    """Copy the positions from `cut` on, moved to 0, of the next `most` of a run by context.
-
-    rest: (order, following tokens), to be filled. reached [2]: how many positions were read and written; it is brought up to date.
-    """
-    rest_order, rest_following = rest
-    i, out = reached
-    for place in range(i, min(len(order), i + most)):
-        if order[place] >= cut:
-            rest_order[out], rest_following[out] = order[place] - cut, following[place]
-            out += 1
-    reached[0], reached[1] = min(len(order), i + most), out
 
 
 @_compiled
@@ -135,16 +118,6 @@ def _bound(text, order, low, high, back, token):
 
 
 @_compiled
-def _end(text, order, low, high, back, token):
-    """Return the end of the run that begins at order[low] and has this token `back` positions earlier, at most `high`."""
-    step = 1
-    while low + step < high and text[order[low + step] - back] == token:
-        low += step
-        step *= 2
-    return _bound(text, order, low + 1, min(high, low + step), back, token + 1)
-
-
-@_compiled
 def _places(text, order, own_text, length, response_start, lows, highs):
     """Find, for each level, the range of places whose context ends like this one. Returns the length of the longest match."""
     low, high, level, longest = 0, len(order), 0, min(DEPTH, length - response_start + 1)
@@ -153,7 +126,7 @@ def _places(text, order, own_text, length, response_start, lows, highs):
         low = _bound(text, order, low, high, m, token)
         if low == high or text[order[low] - m] != token:
             return m - 1
-        high = _end(text, order, low, high, m, token)
+        high = _bound(text, order, low, high, m, token + 1)
         if LEVELS[level] == m:
             lows[level], highs[level] = low, high
             level += 1
@@ -223,21 +196,11 @@ def _slot(tokens, mass, slots, n, token):
 
 @_compiled
 def _count(tokens, mass, slots, n, following, weight):
-    """Add weight to the mass of each of these tokens. Returns the number of tokens.
-
-    Neighbours are mostly the same token, whose mass is summed in a register.
-    """
-    last, at, total = np.int32(-1), np.int32(-1), 0.0
+    """Add weight to the mass of each of these tokens. Returns the number of tokens."""
     for token in following:
-        if token != last:
-            if at >= 0:
-                mass[at] = total
-            last = token
-            at, n = _slot(tokens, mass, slots, n, token)
-            total = mass[at] if at >= 0 else 0.0
-        total += weight
-    if at >= 0:
-        mass[at] = total
+        at, n = _slot(tokens, mass, slots, n, token)
+        if at >= 0:
+            mass[at] += weight
     return n
 
 

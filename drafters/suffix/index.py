@@ -1,6 +1,6 @@
 """The index of finished rollouts that drafts are proposed from."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -16,49 +16,61 @@ T = TypeVar("T")
 
 EVERY_PROMPT = bytes(KEY_BYTES)  # key of the segments that hold the texts of all prompts
 
-FULL = 0.5  # largest share of the room that texts take after room was made, so that it must be made only seldom
+LEARNT_BYTES_PER_TOKEN = (1 + 2 * 2) * 4
+"""An int32 for the token, and two in the segments of its prompt and two in those of all prompts."""
 
-BYTES_PER_TOKEN = 3 * 4 * 3
-"""An int32 each for text, order and following token, in the segments of its prompt, in those of all prompts, and in a merge."""
+BYTES_PER_TOKEN = LEARNT_BYTES_PER_TOKEN + 2 * 4  # and two in a merge
 
 MOST_BYTES = BYTES_PER_TOKEN * (2**31 - 1)  # largest index: positions are int32
 
 PIECE = 2**14
-"""Positions that `advance` sorts, merges or leaves out, which takes about 1 ms; it may handle nearly three times as many."""
+"""Positions that `advance` sorts or merges, which takes about 1 ms; it may handle nearly three times as many."""
 
 BLOCK = 2**11  # positions of a text that are sorted at once; longer texts are merged from such blocks
 
 
 class Segment(NamedTuple):
-    """A run of texts, with the positions of their tokens sorted by the context before them."""
+    """Positions in some texts of a generation, sorted by the context before them."""
 
-    text: Tokens  # separators included
     order: Tokens
     following: Tokens  # the token at each of these positions, so that counting what follows a context reads neighbours
-    row: list[int]
-    """Addresses of the three arrays, number of tokens and number of positions; valid as long as the segment is."""
 
-    @classmethod
-    def of(cls, text: Tokens, order: Tokens, following: Tokens) -> "Segment":
-        """Return the segment of these arrays."""
-        addresses = [array.ctypes.data for array in (text, order, following)]
-        return cls(text, order, following, [*addresses, len(text), len(order)])
+
+NO_ROWS = np.zeros((0, 5), np.int64)
 
 
 class Scope:
-    """The segments that hold the texts of one prompt, or those of all, from old to new, and their rows [S, 5]."""
+    """The segments that hold the texts of one prompt, or those of all, from old to new, and their rows [S, 5] for numba."""
 
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-        self.rows = np.zeros((0, 5), np.int64)
+    def __init__(self, text: Tokens):
+        self._text = text
+        self._segments: list[Segment] = []
+        self.rows = NO_ROWS  # addresses of text, order and following tokens, and the sizes of text and order
 
-    def replace(self, start: int, end: int, *segments: Segment) -> None:
-        """Let these segments take the place of those from start to end."""
-        self.segments[start:end] = segments
-        self.rows = np.array([segment.row for segment in self.segments], np.int64).reshape(-1, 5)
+    def put(self, segment: Segment) -> "Pieces[None]":
+        """Add a segment, and merge it with the one before it while that is less than twice as long."""
+        segments = self._segments
+        self._replace(len(segments), segment)
+        while len(segments) > 1 and len(segments[-2].order) < 2 * len(segments[-1].order):
+            both = yield from merged(self._text, *segments[-2:])
+            self._replace(len(segments) - 2, both)
+
+    def _replace(self, start: int, segment: Segment) -> None:
+        """Let a segment take the place of those from start on."""
+        addresses = [array.ctypes.data for array in (self._text, *segment)]
+        row = np.array([[*addresses, len(self._text), len(segment.order)]], np.int64)
+        self._segments[start:], self.rows = [segment], np.concatenate([self.rows[:start], row])
 
 
-NO_SCOPE = Scope()
+class Generation:
+    """Texts that came one after the other, and are forgotten together."""
+
+    def __init__(self, room: int):
+        """room: most tokens, separators included."""
+        self.text = np.empty(room, np.int32)  # each response after a separator
+        self.size = 0  # tokens in use
+        self.keys: list[bytes] = []  # of the prompt of each response
+        self.scopes: dict[bytes, Scope] = {}
 
 
 class Drafts(NamedTuple):
@@ -95,8 +107,9 @@ class SuffixIndex:
 
     A new text makes a small segment, which is merged with the one before it while that is less than twice as long. So a
     look-up visits few segments, and a token is merged again only about as often as the index has doubled since it came.
+    Texts belong to one of two generations. When the newer one is full, the older one is forgotten.
 
-    All of this is done by `advance`, in pieces that take a few milliseconds however large the index is. The index is the same after
+    Learning is done by `advance`, in pieces that take a few milliseconds however large the index is. The index is the same after
     the same calls: it never depends on time, because all ranks of an engine must propose the same drafts.
     """
 
@@ -107,51 +120,44 @@ class SuffixIndex:
             raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
         if max_bytes > MOST_BYTES:
             raise ValueError(f"an index of {max_bytes} bytes has positions above 2^31; allow at most {MOST_BYTES}")
-        self._rng = np.random.default_rng(seed)
+        self._room, self._rng = self.max_tokens // 2, np.random.default_rng(seed)
         self.forget()
 
     def forget(self) -> None:
         """Forget every text."""
-        self._scopes: dict[bytes, Scope] = {EVERY_PROMPT: Scope()}
-        self._texts: deque[tuple[bytes, int]] = deque()  # key and size of each text, from old to new
-        self._size = 0  # of all texts, with their separators
-        self._waiting: deque[tuple[bytes, Tokens]] = deque()  # the newest texts, which are not in segments yet
-        self._dropped: Counter[bytes] = Counter()  # size of the oldest texts of each prompt, which are to be taken out
+        self._generations = Generation(self._room), Generation(self._room)  # the older and the newer one
+        self._waiting: deque[tuple[Generation, bytes, int, int]] = deque()  # start and end of texts without a segment
         self._work, self.is_behind = self._working(), False
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the index, each counted once."""
-        return self._size - len(self._texts)
+        return sum(generation.size - len(generation.keys) for generation in self._generations)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in use."""
-        sizes = (len(segment.text) for scope in self._scopes.values() for segment in scope.segments)
-        return 12 * sum(sizes) + 4 * sum(len(text) for _, text in self._waiting)
+        """Bytes in use when all texts are learnt."""
+        return LEARNT_BYTES_PER_TOKEN * sum(generation.size for generation in self._generations)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def add(self, key: bytes, token_ids: Sequence[int]) -> None:
         """Let `advance` learn a finished response. If it would fill more than half of the room, only its end is kept."""
-        text = np.asarray([frequencies.SEPARATOR, *token_ids[1 - self.max_tokens // 2 :]], np.int32)
+        text = np.asarray([frequencies.SEPARATOR, *token_ids[1 - self._room :]], np.int32)
         if len(text) == 1:
             return
-        self._texts.append((key, len(text)))
-        self._waiting.append((key, text))
-        self._size += len(text)
+        if self._generations[1].size + len(text) > self._room:
+            self._generations = self._generations[1], Generation(self._room)
+        newer = self._generations[1]
+        start, end = newer.size, newer.size + len(text)
+        newer.text[start:end] = text
+        newer.size = end
+        newer.keys.append(key)
+        self._waiting.append((newer, key, start, end))
         self.is_behind = True
-        if self._size <= self.max_tokens:
-            return
-        while self._size > FULL * self.max_tokens and len(self._texts) > 1:
-            if len(self._texts) == len(self._waiting):
-                self._waiting.popleft()
-            else:
-                self._dropped[self._texts[0][0]] += self._texts[0][1]
-            self._size -= self._texts.popleft()[1]
 
     def advance(self) -> bool:
-        """Learn or forget a piece of what is waiting. Returns whether there is more."""
+        """Learn a piece of what is waiting. Returns whether there is more."""
         done = 0
         while self.is_behind and done < PIECE:
             size = next(self._work)
@@ -160,42 +166,17 @@ class SuffixIndex:
         return self.is_behind
 
     def _working(self) -> Iterator[int | None]:
-        """Do all that is waiting; yields the number of positions handled since the last time, or None if there is nothing to do."""
+        """Learn all that is waiting; yields the number of positions handled since the last time, or None if there is nothing to do."""
         while True:
-            if self._dropped:
-                dropped, self._dropped = self._dropped, Counter()
-                for key, size in [*dropped.items(), (EVERY_PROMPT, dropped.total())]:
-                    yield from self._drop(key, size)
-            elif self._waiting:
-                key, text = self._waiting.popleft()
-                order = yield from sorted_by_context(text)
-                for name in (key, EVERY_PROMPT):
-                    yield from self._put(name, Segment.of(text, order, text[order]))
-            else:
+            if not self._waiting:
                 yield None
-
-    def _put(self, key: bytes, segment: Segment) -> Iterator[int]:
-        scope = self._scopes.setdefault(key, Scope())
-        segments = scope.segments
-        scope.replace(len(segments), len(segments), segment)
-        while len(segments) > 1 and len(segments[-2].text) < 2 * len(segments[-1].text):
-            joined = yield from merged(*segments[-2:])
-            scope.replace(len(segments) - 2, len(segments), joined)
-
-    def _drop(self, key: bytes, size: int) -> Iterator[int]:
-        """Take the oldest texts of a scope out, which have this size together."""
-        scope = self._scopes[key]
-        while size:
-            oldest = scope.segments[0]
-            if size < len(oldest.text):
-                rest = yield from without(oldest, size)
-                scope.replace(0, 1, rest)
-                return
-            size -= len(oldest.text)
-            scope.replace(0, 1)
-        if not scope.segments and key != EVERY_PROMPT:
-            del self._scopes[key]
-        yield 1
+                continue
+            generation, key, start, end = self._waiting.popleft()
+            if generation not in self._generations:  # forgotten before it was learnt
+                continue
+            segment = yield from sorted_by_context(generation.text, start + 1, end)
+            for name in (key, EVERY_PROMPT):
+                yield from generation.scopes.setdefault(name, Scope(generation.text)).put(segment)
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
@@ -205,28 +186,28 @@ class SuffixIndex:
         rows [R]: the requests, -1 where nothing is to be proposed. draws [R]: whether to draw each token from its distribution
         with the index's own generator, or to take the likeliest.
         """
-        own = [self._scopes.get(requests.keys[row], NO_SCOPE).rows for row in rows.tolist()]
-        ends, every = np.cumsum([len(of_prompt) for of_prompt in own]), self._scopes[EVERY_PROMPT].rows
+        keys = [requests.keys[row] for row in rows.tolist()]
+        own, every = self._rows(keys), np.concatenate(self._rows([EVERY_PROMPT]))
+        ends = np.cumsum([len(of_prompt) for of_prompt in own])[1::2]
         state = requests.texts, requests.links, requests.heads, requests.lengths
         starts = requests.prompt_lengths[rows]
         return Drafts(*frequencies.draft(state, rows, starts, np.concatenate(own), ends, every, k, draws, self._rng))
+
+    def _rows(self, keys: list[bytes]) -> list[NDArray[np.int64]]:
+        """Return the rows of two scopes for each key, that of the older generation and that of the newer one."""
+        scopes = (generation.scopes.get(key) for key in keys for generation in self._generations)
+        return [scope.rows if scope is not None else NO_ROWS for scope in scopes]
 
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write all texts as a safetensors file."""
-        while self.advance():
-            pass
-        save_file(
-            {
-                "texts": np.concatenate(
-                    [np.zeros(0, np.int32), *(s.text for s in self._scopes[EVERY_PROMPT].segments)]
-                ),
-                "lengths": np.array([size for _, size in self._texts], np.int64),
-                "keys": np.frombuffer(b"".join(key for key, _ in self._texts), np.uint8).reshape(-1, KEY_BYTES).copy(),
-            },
-            path,
-        )
+        keys = b"".join(key for generation in self._generations for key in generation.keys)
+        saved = {
+            "texts": np.concatenate([generation.text[: generation.size] for generation in self._generations]),
+            "keys": np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES).copy(),
+        }
+        save_file(saved, path)
 
     def load(self, path: str | Path) -> None:
         """Replace the texts by those of a saved index; the random generator goes on as it was.
@@ -234,14 +215,14 @@ class SuffixIndex:
         Raises ValueError when tensors are missing, or when the saved texts need more room than there is.
         """
         saved = load_file(path)
-        if missing := {"texts", "lengths", "keys"} - saved.keys():
+        if missing := {"texts", "keys"} - saved.keys():
             raise ValueError(f"{path} is no index of this version: it lacks {', '.join(sorted(missing))}")
         if (needed := len(saved["texts"])) > self.max_tokens:
             allowed = f"only {self.max_tokens * BYTES_PER_TOKEN} are allowed; raise max_bytes"
             raise ValueError(f"the index in {path} needs {needed * BYTES_PER_TOKEN} bytes, and {allowed}")
         self.forget()
-        texts = np.split(saved["texts"], np.cumsum(saved["lengths"])[:-1])
-        for key, text in zip(saved["keys"], texts, strict=False):
+        texts = np.split(saved["texts"], np.flatnonzero(saved["texts"] == frequencies.SEPARATOR))[1:]
+        for key, text in zip(saved["keys"], texts, strict=True):
             self.add(key.tobytes(), text[1:].tolist())
             while self.advance():
                 pass
@@ -250,58 +231,27 @@ class SuffixIndex:
 Pieces = Generator[int, None, T]  # work that is done in pieces: yields the number of positions that a piece has handled
 
 
-def sorted_by_context(text: Tokens) -> Pieces[Tokens]:
-    """Return the positions of the tokens of one text, sorted by the context before them."""
-    orders = [np.arange(start, min(start + BLOCK, len(text)), dtype=np.int32) for start in range(1, len(text), BLOCK)]
-    for order in orders:
+def sorted_by_context(text: Tokens, start: int, end: int) -> Pieces[Segment]:
+    """Return a segment of the positions from start to end, excluded."""
+    segments = []
+    for first in range(start, end, BLOCK):
+        order = np.arange(first, min(first + BLOCK, end), dtype=np.int32)
         frequencies.sort(text, order)
+        segments.append(Segment(order, text[order]))
         yield len(order) * len(order).bit_length()
-    while len(orders) > 1:
+    while len(segments) > 1:
         joined = []
-        for first, second in zip(orders[::2], orders[1::2], strict=False):
-            order, _ = yield from merged_orders((text, first, first), (text, second, second), 0)
-            joined.append(order)
-        orders = joined + orders[2 * len(joined) :]
-    return orders[0]
+        for pair in zip(segments[::2], segments[1::2], strict=False):
+            joined.append((yield from merged(text, *pair)))
+        segments = joined + segments[2 * len(joined) :]
+    return segments[0]
 
 
-def merged(first: Segment, second: Segment) -> Pieces[Segment]:
-    """Return one segment with the texts of two."""
-    shift = len(first.text)
-    text = np.empty(shift + len(second.text), np.int32)
-    yield from copied(first.text, text[:shift])
-    yield from copied(second.text, text[shift:])
-    order, following = yield from merged_orders(first[:3], second[:3], shift)
-    return Segment.of(text, order, following)
-
-
-Run = tuple[Tokens, Tokens, Tokens]
-
-
-def merged_orders(first: Run, second: Run, shift: int) -> Pieces[tuple[Tokens, Tokens]]:
-    """Return order and following tokens of two runs; see frequencies.merge."""
-    order, following = (np.empty(len(first[1]) + len(second[1]), np.int32) for _ in range(2))
+def merged(text: Tokens, first: Segment, second: Segment) -> Pieces[Segment]:
+    """Return one segment with the positions of two."""
+    both = Segment(*(np.empty(len(first.order) + len(second.order), np.int32) for _ in range(2)))
     reached = np.zeros(2, np.int64)
-    while reached.sum() < len(order):
-        before = int(reached.sum())
-        frequencies.merge(first, second, shift, (order, following), reached, PIECE)
+    while (before := int(reached.sum())) < len(both.order):
+        frequencies.merge(text, first, second, both, reached, PIECE)
         yield int(reached.sum()) - before
-    return order, following
-
-
-def without(segment: Segment, cut: int) -> Pieces[Segment]:
-    """Return a segment without its oldest texts, which are `cut` tokens long together."""
-    text, order, following = (np.empty(len(segment.text) - cut, np.int32) for _ in range(3))
-    yield from copied(segment.text[cut:], text)
-    reached = np.zeros(2, np.int64)
-    while reached[0] < len(segment.order):
-        frequencies.leave_out(cut, segment.order, segment.following, (order, following), reached, PIECE)
-        yield PIECE
-    return Segment.of(text, order[: reached[1]], following[: reached[1]])
-
-
-def copied(source: Tokens, target: Tokens) -> Pieces[None]:
-    """Copy an array; numpy lets other threads go on meanwhile."""
-    for start in range(0, len(source), 8 * PIECE):
-        target[start : start + 8 * PIECE] = source[start : start + 8 * PIECE]
-        yield min(len(source) - start, 8 * PIECE) // 8
+    return both

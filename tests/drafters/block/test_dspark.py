@@ -49,7 +49,7 @@ def test_confidence_learns_acceptance_and_changes_no_draft(target_weights, sampl
         else:
             assert torch.equal(parameter.grad, others[name].grad)
     states, _ = drafter.drafts(batch, align(batch, 3), target_weights)
-    proj, entropies = drafter.confidence_head.proj, []
+    proj, entropies = drafter.confidence_head["proj"], []
     accepted = acceptances([drafter], batch, target_weights, sampling)[0].probability
     known = align(batch, 3).supervised
     for position, start in known.nonzero().tolist():
