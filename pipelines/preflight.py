@@ -25,7 +25,6 @@ from cotrain.config.schema import (
     DrafterConfig,
     PolicyRollouts,
     ReasoningGymTask,
-    RecordedRollouts,
     RunConfig,
 )
 from cotrain.config.surroundings import cache_problems, nearest
@@ -197,7 +196,7 @@ def _check_data(config: RunConfig, model: Path | None, command: str, quick: bool
     source, wanted = config.init.source, config.rollout.prompts_per_step
     data = config.task if command == "train" or isinstance(source, PolicyRollouts) else source
     fetched = isinstance(data, DatasetSource) and not is_file_or_folder(data.path)
-    if isinstance(data, RecordedRollouts) or (quick and fetched):
+    if quick and fetched:
         return
     task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
     if command == "train" and wanted > len(task):

@@ -304,15 +304,6 @@ class PolicyRollouts(Section):
     """Kind of source."""
 
 
-class RecordedRollouts(Section):
-    """Rollouts that an earlier `cotrain init` of the same policy has written."""
-
-    type: Literal["rollouts"]
-    """Kind of source."""
-    path: str
-    """Run folder of that `cotrain init`."""
-
-
 class DatasetRollouts(DatasetSource):
     """Rollouts in which the policy answers the prompts of a dataset."""
 
@@ -320,10 +311,7 @@ class DatasetRollouts(DatasetSource):
 class InitConfig(Section):
     """What `cotrain init` trains the first drafter on; other commands do not read it."""
 
-    source: Annotated[PolicyRollouts | RecordedRollouts | DatasetRollouts, Field(discriminator="type")] = (
-        PolicyRollouts()
-    )
-
+    source: Annotated[PolicyRollouts | DatasetRollouts, Field(discriminator="type")] = PolicyRollouts()
     tokens: PositiveInt = 200_000
     """Response tokens to collect, of which about a tenth are held out."""
     epochs: PositiveInt = 3

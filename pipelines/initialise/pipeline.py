@@ -38,7 +38,7 @@ from cotrain.trainer.trainer import DrafterTrainer
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, one_engine, send
 from pipelines.initialise import sources
-from pipelines.initialise.sources import StoredRollout
+from pipelines.initialise.sources import PromptStream, StoredRollout
 from pipelines.preflight import check_run
 
 EXPECTED = "rollout/expected_acceptance_length"
@@ -48,17 +48,15 @@ def initialise(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
     model = check_run(config, resume, "init")
     fingerprints = model_fingerprints(model)
-    sampling = config.rollout.model_dump(include={"temperature", "top_p", "top_k"})
-    about = {"policy": config.policy.model, "fingerprints": fingerprints, "sampling": sampling}
-    source = sources.open_source(config, model, about)
+    prompts = sources.open_prompts(config, model)
     with ExitStack() as stack:
         run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
         stack.enter_context(run_dir)
         if not resume:
             write_config(config, run_dir.config)
-        corpus = sources.Corpus(run_dir.path, about)
+        corpus = sources.Corpus(run_dir.path, fingerprints)
         saved = read_config(run_dir.config).model_dump(mode="json")
-        check_resume(config, fingerprints, RunState(0, Versions(0, 0), saved, corpus.about["fingerprints"]))
+        check_resume(config, fingerprints, RunState(0, Versions(0, 0), saved, corpus.fingerprints))
         if (run_dir.path / "init.json").exists():
             print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
             return 0
@@ -68,7 +66,7 @@ def initialise(config: RunConfig, resume: bool) -> int:
         stop = stack.enter_context(two_stage_stop(console.say, "part"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
         run = Initialisation(config, run_dir, model, corpus, console, stop)
-        if not asyncio.run(run.run(source)):
+        if not asyncio.run(run.run(prompts)):
             console.say(f"Stopped; everything up to here is saved. Go on with: cotrain init {run_dir.resume}")
     return 0
 
@@ -82,7 +80,7 @@ class Initialisation:
     console: Console
     stop_requested: Callable[[], bool]
 
-    async def run(self, source: sources.Source) -> bool:
+    async def run(self, prompts: PromptStream) -> bool:
         """Collect, train, serve and register. Returns False when it was asked to stop early."""
         started, config, say = time.monotonic(), self.config, self.console.say
         async with AsyncExitStack() as stack:
@@ -95,11 +93,11 @@ class Initialisation:
                 setup = EngineSetup(self.model, [], config.rollout, new.drafter, untrained)
                 engine = await stack.enter_async_context(one_engine(setup, config.seed, threads.num_cores()))
             await engine.set_num_speculative_tokens(0)
-            if not await self.collect(engine, source):
+            if not await self.collect(engine, prompts):
                 return False
             training, held_out = sources.split(self.corpus.rollouts, config.rollout.samples_per_prompt)
             say(f"{len(training):,} rollouts to train on, {len(held_out):,} held out")
-            state = newest_state(self.run_dir, config, self.corpus.about["fingerprints"])
+            state = newest_state(self.run_dir, config, self.corpus.fingerprints)
             with self.console.phase("MLflow"), stop_at_once() as last_lines:
                 last_lines.append(self.run_dir.stopped)
                 history = read_rows(self.run_dir.metrics) if self.run_dir.resumed else None
@@ -109,15 +107,18 @@ class Initialisation:
             if trainer is None:
                 tracker.finish("KILLED")
                 return False
-            evaluated = await self._evaluate(engine, trainer, held_out)
-            figures = self._register(tracker, trainer, held_out, *evaluated)
-            figures["seconds"] = time.monotonic() - started
+            rates, served = await self._evaluate(engine, trainer, held_out)
+            figures = self._register(tracker, trainer, held_out, rates) | {
+                "served_acceptance_length": served.acceptance_length,
+                "served_acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
+                "seconds": time.monotonic() - started,
+            }
             write_json(self.run_dir.path / "init.json", figures)
-            say(summary(figures, config, self.run_dir.path / "drafter"))
+            say(summary(figures, config, self.run_dir.path / "drafter", tracker.registered_model))
         return True
 
-    async def collect(self, engine: RolloutEngine, source: sources.Source) -> bool:
-        """Append parts until there are init.tokens response tokens or the source ends. Returns False when it was to stop early.
+    async def collect(self, engine: RolloutEngine, prompts: PromptStream) -> bool:
+        """Append parts until there are init.tokens response tokens. Returns False when it was to stop early.
 
         What the next part holds depends on the corpus alone, so an interrupted collection continues as if it had not been.
         """
@@ -129,18 +130,11 @@ class Initialisation:
                 return True
             mean_length = have / done if done else self.config.rollout.max_new_tokens
             count = min(sources.PART_ROLLOUTS, ceil((wanted - have) / mean_length))
-            if isinstance(source, list):
-                part = source[done : done + count]
-            else:
-                requests = source.requests(done // samples, max(1, round(count / samples)))
-                rollouts = (await engine.generate(requests, tap=False)).rollouts
-                part = [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in rollouts]
-            if not part:
-                self.console.say(
-                    f"note: init.source has no more than {have:,} of {wanted:,} response tokens (init.tokens)"
-                )
-                return True
-            corpus.append(part)
+            requests = prompts.requests(done // samples, max(1, round(count / samples)))
+            rollouts = (await engine.generate(requests, tap=False)).rollouts
+            corpus.append(
+                [StoredRollout(r.prompt_id, r.sample_index, r.prompt_token_ids, r.token_ids) for r in rollouts]
+            )
             have = corpus.num_response_tokens
             rate = (have - before) / (time.monotonic() - started)
             self.console.say(f"rollouts {len(corpus.rollouts):,}  {have:,}/{wanted:,} tokens  {rate:,.0f} tok/s")
@@ -207,9 +201,8 @@ class Initialisation:
         await send(engine, trainer.write_payload(Path(engine.spec.scratch) / "drafter.safetensors", version))
         await engine.set_num_speculative_tokens(rollout.num_speculative_tokens)
         await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
-        seeded = rollout.draft_sample_method == "greedy"  # vLLM cannot seed sampled drafts
-        seeds = [self.config.seed + i if seeded else None for i in range(len(held_out))]
-        requests = [RolloutRequest(r.prompt_id, i, r.prompt_token_ids, seeds[i]) for i, r in enumerate(held_out)]
+        # They have no seeds, since vLLM cannot seed sampled drafts.
+        requests = [RolloutRequest(r.prompt_id, i, r.prompt_token_ids, None) for i, r in enumerate(held_out)]
         with self.console.phase("the drafter, served on held-out prompts"):
             served = (await engine.generate(requests, tap=False)).speculation
         rates = scores.serving[-1].rates()
@@ -218,55 +211,38 @@ class Initialisation:
         return rates, served
 
     def _register(
-        self,
-        tracker: Tracker,
-        trainer: DrafterTrainer,
-        held_out: Sequence[StoredRollout],
-        rates: list[float],
-        served: SpeculationCounts,
+        self, tracker: Tracker, trainer: DrafterTrainer, held_out: Sequence[StoredRollout], rates: list[float]
     ) -> dict[str, Any]:
         """Write the last version and register it in MLflow. Returns what init.json says of it, of the data and the training."""
-        step, folder, source = trainer.drafter_version, self.run_dir.path / "drafter", self.config.init.source
+        step, folder = trainer.drafter_version, self.run_dir.path / "drafter"
         trainer.save_checkpoint(folder, step)
         tokens = torch.tensor([token for rollout in held_out for token in rollout.token_ids])
         coverage = float(torch.isin(tokens, trainer.drafter.draft_to_target.cpu()).double().mean())
         expected = {"expected_acceptance_length": 1 + sum(rates), "vocabulary_coverage": coverage}
-        tags = {"init": source.type, "data_fingerprint": self.corpus.fingerprint()}
+        tags = {"init": self.config.init.source.type, "data_fingerprint": self.corpus.fingerprint()}
         metrics = {f"drafter/{name}": value for name, value in expected.items()}
-        registered = tracker.log_drafter(folder, Versions(0, step), step, metrics, tags)
+        tracker.log_drafter(folder, Versions(0, step), step, metrics, tags)
         tracker.finish()
-        return {
-            "policy": self.config.policy.model,
-            "source": source.model_dump(mode="json"),
-            "data_fingerprint": tags["data_fingerprint"],
+        return expected | {
             "training_rollouts": len(self.corpus.rollouts) - len(held_out),
             "holdout_rollouts": len(held_out),
             "response_tokens": self.corpus.num_response_tokens,
             "steps": step,
-            **expected,
             "expected_acceptance_rates": rates,
-            "served": {
-                "acceptance_length": served.acceptance_length,
-                "acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
-                "num_drafts": served.num_drafts,
-            },
-            "registered_model": tracker.registered_model,
-            # None if MLflow has not answered yet
-            "registered_version": registered.result() if registered.done() else None,
         }
 
 
-def summary(figures: dict[str, Any], config: RunConfig, folder: Path) -> str:
+def summary(figures: dict[str, Any], config: RunConfig, folder: Path, registered_model: str) -> str:
     """The content of init.json as text, for a reader who has not seen one before."""
-    served, k = figures["served"]["acceptance_length"], config.rollout.num_speculative_tokens
-    version = figures["registered_version"] or "(MLflow has not answered yet)"
+    expected, served = figures["expected_acceptance_length"], figures["served_acceptance_length"]
+    k, method = config.rollout.num_speculative_tokens, config.rollout.draft_sample_method
     lines = {
         "data": f"{figures['training_rollouts']:,} rollouts trained on, {figures['holdout_rollouts']:,} held out",
         "vocabulary": f"covers {figures['vocabulary_coverage']:.2%} of the held-out response tokens",
-        "acceptance": f"expected {figures['expected_acceptance_length']:.3f}, served {served:.3f} tokens per verification step "
-        f"at k = {k}, {config.rollout.draft_sample_method}; 1 is no gain, {k + 1} the most",
+        "acceptance": f"expected {expected:.3f}, served {served:.3f} tokens per verification step at k = {k}, {method}; "
+        f"1 is no gain, {k + 1} the most",
         "drafter": f"{folder}; serves in stock vLLM as it is",
-        "registered": f"models:/{figures['registered_model']}/{version} in MLflow",
+        "registered": f"models:/{registered_model}@serving in MLflow" if config.tracking.log_drafters else "no",
         "train with it": f"cotrain train CONFIG drafter.init={folder}",
         "measure its speed": f"cotrain bench --model {config.policy.model} --drafter {folder}",
     }

@@ -1,6 +1,6 @@
-"""The text of `cotrain init`: where it comes from, how it is stored, and what of it is held out.
+"""The text of `cotrain init`: the prompts that the policy answers, how its answers are stored, and what of them is held out.
 
-The first row of a run's rollouts.jsonl describes the policy and its sampling. Every other row is one part of the rollouts.
+The first row of a run's rollouts.jsonl holds the fingerprints of the policy. Every other row is one part of the rollouts.
 A row that was cut off is not read, so a part is either complete or absent.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import DatasetRollouts, RecordedRollouts, RolloutConfig, RunConfig
+from cotrain.config.schema import DatasetRollouts, RunConfig
 from cotrain.records import RolloutRequest, derived_seed
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.base import Task, build_task
@@ -36,14 +36,15 @@ class StoredRollout:
 class Corpus(RowFile):
     """rollouts.jsonl of one run, to which parts are appended."""
 
-    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
-        """Open the file of a run folder; `about` becomes its first row when it is new."""
+    def __init__(self, folder: Path, fingerprints: dict[str, str]) -> None:
+        """Open the file of a run folder. fingerprints: those of the policy, which are written into a new file."""
         rows = read_rows(folder / FILE)
         super().__init__(folder / FILE, resumed_step=len(rows))
         if not rows:
-            self.write(0, about)
-        self.about, *self._parts = rows or [about]
-        self.rollouts = _rollouts(self._parts)
+            self.write(0, {"fingerprints": fingerprints})
+        self.fingerprints: dict[str, str] = rows[0]["fingerprints"] if rows else fingerprints
+        self.rollouts = [StoredRollout(**rollout) for part in rows[1:] for rollout in part["rollouts"]]
+        self._rows = max(1, len(rows))
 
     @property
     def num_response_tokens(self) -> int:
@@ -51,49 +52,14 @@ class Corpus(RowFile):
 
     def append(self, rollouts: Sequence[StoredRollout]) -> None:
         """Write one more part. Raises OSError when the disk is full; the earlier parts stay intact then."""
-        part = {"rollouts": [asdict(rollout) for rollout in rollouts]}
-        self.write(len(self._parts) + 1, part)
-        self._parts.append(part)
+        self.write(self._rows, {"rollouts": [asdict(rollout) for rollout in rollouts]})
+        self._rows += 1
         self.rollouts += rollouts
 
     def fingerprint(self) -> str:
         """blake2b over the token ids of all rollouts, in order."""
         token_ids = [[rollout.prompt_token_ids, rollout.token_ids] for rollout in self.rollouts]
         return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=8).hexdigest()
-
-
-def _rollouts(parts: Sequence[dict[str, Any]]) -> list[StoredRollout]:
-    return [StoredRollout(**rollout) for part in parts for rollout in part["rollouts"]]
-
-
-def read_recorded(path: str, limits: RolloutConfig, wanted: dict[str, Any]) -> list[StoredRollout]:
-    """The rollouts in the run folder of an earlier `cotrain init` of the same policy. Prints a note if their sampling differs.
-
-    limits: the longest prompt and response. wanted: the first row of the new run's file.
-
-    Raises ValueError naming init.source.path when there are none, or they are of another policy or tokenizer, or too long.
-    """
-    about, *parts = read_rows(Path(path).expanduser() / FILE) or [{}]
-    if not parts:
-        raise ValueError(
-            f"init.source.path: {path} is no run folder of a `cotrain init` with a complete part of {FILE}; finish that "
-            'run with --resume, or collect rollouts with init.source.type = "policy"'
-        )
-    if about["fingerprints"] != wanted["fingerprints"]:
-        raise ValueError(
-            f"init.source.path: {path}: rollouts of another policy or tokenizer (they were made with {about['policy']}); "
-            "set policy.model to that one, or collect new rollouts"
-        )
-    if about["sampling"] != wanted["sampling"]:
-        print(f"note: the rollouts were sampled with {about['sampling']}, [rollout] has {wanted['sampling']}")
-    rollouts = _rollouts(parts)
-    prompt, response = (max(len(getattr(r, ids)) for r in rollouts) for ids in ("prompt_token_ids", "token_ids"))
-    if prompt > limits.max_prompt_tokens or response > limits.max_new_tokens:
-        raise ValueError(
-            f"init.source.path: {path} has prompts of {prompt} tokens and responses of {response}; raise "
-            "rollout.max_prompt_tokens and max_new_tokens to these"
-        )
-    return rollouts
 
 
 def split(rollouts: list[StoredRollout], samples: int) -> tuple[list[StoredRollout], list[StoredRollout]]:
@@ -132,18 +98,9 @@ class PromptStream:
         return requests
 
 
-Source = PromptStream | list[StoredRollout]
-"""Prompts that the policy answers, or rollouts that an earlier `cotrain init` has collected."""
-
-
-def open_source(config: RunConfig, model: Path, about: dict[str, Any]) -> Source:
-    """Open and check the source that [init.source] names, and print notes on it. Raises ValueError naming its field.
-
-    about: the first row of the run's file.
-    """
+def open_prompts(config: RunConfig, model: Path) -> PromptStream:
+    """Open and check the prompts that [init.source] names, and print a note on rows left out. Raises ValueError naming the field."""
     source = config.init.source
-    if isinstance(source, RecordedRollouts):
-        return read_recorded(source.path, config.rollout, about)
     data = source if isinstance(source, DatasetRollouts) else config.task
     task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
     if task.left_out:

@@ -113,10 +113,10 @@ def test_the_drafter_is_better_served_and_registered(stopped_and_resumed: tuple[
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lengths = [row["rollout/expected_acceptance_length"] for row in rows]
     assert figures["expected_acceptance_length"] > lengths[0] + 0.05
-    assert figures["served"]["acceptance_length"] > 1.05 and len(figures["served"]["acceptance_rates"]) == 3
+    assert figures["served_acceptance_length"] > 1.05 and len(figures["served_acceptance_rates"]) == 3
     (row,) = list_drafters(absolute_uri(f"sqlite:///{run.parent}/mlflow.db"))
     assert float(row.tags["expected_acceptance_length"]) == pytest.approx(
         figures["expected_acceptance_length"], abs=1e-4
     )
-    assert figures["registered_version"] == int(row.version) and row.aliases == ["best", "serving"]
+    assert row.aliases == ["best", "serving"]
     assert [row["step"] for row in rows] == list(range(1, figures["steps"] + 1))

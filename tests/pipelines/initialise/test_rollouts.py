@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from cotrain.config.schema import RolloutConfig
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Versions
 from cotrain.run.console import Console
 from cotrain.run.rows import read_rows
@@ -17,7 +16,6 @@ from pipelines.initialise.sources import (
     Corpus,
     PromptStream,
     StoredRollout,
-    read_recorded,
     split,
 )
 
@@ -30,7 +28,7 @@ def stored(prompt: int, sample: int = 0, length: int = 5) -> StoredRollout:
 
 def new_corpus(folder) -> Corpus:
     folder.mkdir(exist_ok=True)
-    return Corpus(folder, {"policy": "tiny", "fingerprints": FINGERPRINTS, "sampling": {}})
+    return Corpus(folder, FINGERPRINTS)
 
 
 @dataclass
@@ -68,12 +66,12 @@ def stream(run_config):
 def run_collect(run_config):
     """Collect `tokens` tokens into a folder; the user asks to stop after `stop_after` parts."""
 
-    def run(folder, source, tokens: int, stop_after: int = 10**9) -> tuple[Corpus, bool, list[str]]:
+    def run(folder, prompts, tokens: int, stop_after: int = 10**9) -> tuple[Corpus, bool, list[str]]:
         config = run_config(init={"tokens": tokens}, rollout={"max_new_tokens": 8, "samples_per_prompt": 2})
         corpus, printed, asked = new_corpus(folder), io.StringIO(), iter(range(10**9))
         stop = lambda: next(asked) >= stop_after
         init = Initialisation(config, None, None, corpus, Console(printed), stop)
-        return corpus, asyncio.run(init.collect(EchoEngine(), source)), printed.getvalue().splitlines()
+        return corpus, asyncio.run(init.collect(EchoEngine(), prompts)), printed.getvalue().splitlines()
 
     return run
 
@@ -92,8 +90,7 @@ def test_parts_are_read_back_and_half_written_ones_are_not(tmp_path):
 
 def test_a_new_corpus_keeps_what_the_first_run_said_of_its_rollouts(tmp_path):
     new_corpus(tmp_path)
-    again = Corpus(tmp_path, {"fingerprints": {"model": "other"}})
-    assert again.about["fingerprints"] == FINGERPRINTS
+    assert Corpus(tmp_path, {"model": "other"}).fingerprints == FINGERPRINTS
 
 
 def test_the_fingerprint_is_of_the_tokens(tmp_path):
@@ -124,15 +121,6 @@ def test_used_up_prompts_come_again_with_new_samples(run_collect, stream, tmp_pa
     assert len({(r.prompt_id, r.token_ids[0]) for r in corpus.rollouts}) == len(keys)  # seeds of their own
 
 
-def test_given_rollouts_end_when_they_end(run_collect, tmp_path):
-    given = [stored(i) for i in range(200)]
-    corpus, done, said = run_collect(tmp_path / "some", given, tokens=100)
-    assert done and corpus.rollouts == given[:20]
-    corpus, done, said = run_collect(tmp_path / "all", given, tokens=5000)
-    assert done and corpus.rollouts == given
-    assert said[-1] == "note: init.source has no more than 1,000 of 5,000 response tokens (init.tokens)"
-
-
 @pytest.mark.parametrize(("rollouts", "held"), [(6, 3), (60, 6), (90, 9), (100, 9), (9000, 126)])
 def test_the_last_tenth_is_held_out_as_whole_prompts(rollouts, held):
     corpus = [stored(number // 3, number % 3) for number in range(rollouts)]
@@ -146,22 +134,3 @@ def test_the_last_tenth_is_held_out_as_whole_prompts(rollouts, held):
 def test_too_few_rollouts_to_hold_some_out_are_refused():
     with pytest.raises(ValueError, match=r"init\.tokens: 3 rollouts are too few"):
         split([stored(0, sample) for sample in range(3)], samples=3)
-
-
-def test_recorded_rollouts_that_cannot_be_used(tmp_path):
-    def read(path, fingerprints=FINGERPRINTS, **rollout):
-        return read_recorded(
-            str(path), RolloutConfig.model_validate(rollout), {"fingerprints": fingerprints, "sampling": {}}
-        )
-
-    with pytest.raises(ValueError, match=r"init\.source\.path: .*nowhere is no run folder"):
-        read(tmp_path / "nowhere")
-    corpus = new_corpus(tmp_path)
-    with pytest.raises(ValueError, match="with a complete part"):
-        read(tmp_path)
-    corpus.append([stored(1)])
-    assert read(tmp_path) == [stored(1)]
-    with pytest.raises(ValueError, match=r"rollouts of another policy .*made with tiny"):
-        read(tmp_path, FINGERPRINTS | {"model": "other"})
-    with pytest.raises(ValueError, match=r"prompts of 3 tokens and responses of 5; raise rollout\.max_prompt_tokens"):
-        read(tmp_path, max_new_tokens=4)

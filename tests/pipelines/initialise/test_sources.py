@@ -7,8 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from cotrain.models.loading import resolve_model
-from cotrain.run.checkpoint import model_fingerprints
-from pipelines.initialise.sources import Corpus, PromptStream, StoredRollout, open_source
+from pipelines.initialise.sources import open_prompts
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def open_with(run_config, model):
         config = run_config(
             policy={"model": "tiny:llama"}, init={"source": source}, rollout={"samples_per_prompt": 2, **rollout}
         )
-        return open_source(config, model, {"fingerprints": model_fingerprints(model), "sampling": {"temperature": 1.0}})
+        return open_prompts(config, model)
 
     return build
 
@@ -41,7 +40,6 @@ def dataset(tmp_path):
 
 def test_the_policys_prompts_come_in_seeded_order(open_with):
     source = open_with({"type": "policy"})
-    assert isinstance(source, PromptStream)
     requests = source.requests(0, 6)
     assert [r.sample_index for r in requests] == [0, 1] * 6
     assert len({r.prompt_id for r in requests}) == 6
@@ -53,7 +51,6 @@ def test_the_policys_prompts_come_in_seeded_order(open_with):
 def test_the_policy_answers_the_prompts_of_a_dataset(open_with, dataset, model):
     messages = [{"role": "user", "content": "What is 3?"}, {"role": "assistant", "content": "It is 3."}]
     source = open_with({"type": "dataset", "path": dataset([{"messages": messages}])})
-    assert isinstance(source, PromptStream)
     text = AutoTokenizer.from_pretrained(model).decode(source.requests(0, 1)[0].prompt_token_ids)
     assert text.endswith("What is 3?<|im_end|>\n<|im_start|>assistant\n")
 
@@ -84,12 +81,3 @@ def test_a_wrong_schema_is_named_with_the_columns_found(open_with, dataset, sour
 def test_a_missing_dataset_names_its_own_field(open_with):
     with pytest.raises(ValueError, match=r"^init\.source\.path: no file or folder '/nowhere\.jsonl'"):
         open_with({"type": "dataset", "path": "/nowhere.jsonl"})
-
-
-def test_recorded_rollouts_of_another_sampling_are_noted(open_with, model, tmp_path, capsys):
-    sampled = {"temperature": 0.5, "top_p": 1.0, "top_k": 0}
-    about = {"policy": "tiny:llama", "fingerprints": model_fingerprints(model), "sampling": sampled}
-    corpus = Corpus(tmp_path, about)
-    corpus.append([StoredRollout("p", 0, [5, 6], [7] * 9)])
-    assert [r.prompt_id for r in open_with({"type": "rollouts", "path": str(tmp_path)})] == ["p"]
-    assert "note: the rollouts were sampled with {'temperature': 0.5, " in capsys.readouterr().out

@@ -89,7 +89,7 @@ def attempt(records, target, run_config, tmp_path):
         scratch.mkdir(exist_ok=True)
         engine, tracker, printed = Engine(records, scratch), Tracker(), io.StringIO()
         stop = lambda: len(engine.sizes) >= stop_after
-        corpus = Corpus(run_dir.path, {"fingerprints": FINGERPRINTS})
+        corpus = Corpus(run_dir.path, FINGERPRINTS)
         init = Initialisation(config, run_dir, target.folder, corpus, Console(printed), stop)
         state, rollouts = newest_state(run_dir, config, FINGERPRINTS), [stored(r) for r in records[:36]]
         trainer = asyncio.run(init.train(engine, rollouts, state, tracker))
