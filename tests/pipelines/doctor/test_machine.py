@@ -1,6 +1,5 @@
 """Checks of the machine: each passes here, and fails when what it checks is broken."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,16 +95,6 @@ def test_openmp_is_no_matter_of_a_gpu(with_gpus: Any) -> None:
         machine.openmp()
 
 
-def test_shared_memory_that_is_missing_or_small_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert machine.shared_memory().endswith("GiB free")
-    monkeypatch.setattr(machine, "SHARED_MEMORY_GIB", 2.0**30)
-    with pytest.raises(Problem, match=r"/dev/shm has .* GiB free"):
-        machine.shared_memory()
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "shm")
-    with pytest.raises(Problem, match="shm is missing"):
-        machine.shared_memory()
-
-
 def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(0)
     with pytest.raises(NotApplicable):
@@ -131,21 +120,3 @@ def test_an_error_of_several_lines_is_told_whole(capfd: pytest.CaptureFixture[st
     with pytest.raises(Problem, match=r"^cotrain: 2 problems:\n  one\n  two$"):
         machine.output_of("-c", script)
     assert "a log" in capfd.readouterr().out
-
-
-def test_a_moved_hook_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    assert machine.hooks().endswith("is as cotrain knows it")
-    inherited = (Scheduler, "schedule")  # its base class has one too, which raises
-    for owner, name in (inherited, (GPUModelRunner, "propose_draft_token_ids")):
-        with monkeypatch.context() as planted:
-            planted.delattr(owner, name)
-            with pytest.raises(Problem, match=rf"{owner.__name__}\.{name} is missing"):
-                machine.hooks()
-    with monkeypatch.context() as planted:
-        planted.setattr(GPUModelRunner, "_sample", lambda self, logits, metadata: None)
-        with pytest.raises(Problem, match=r"_sample takes \(self logits metadata\) instead of \(self logits spec_"):
-            machine.hooks()
