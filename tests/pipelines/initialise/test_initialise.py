@@ -15,8 +15,8 @@ def run(root: Path, *arguments: str) -> int:
 
 
 def test_a_dry_run_prints_the_configuration(tmp_path, capsys):
-    assert run(tmp_path, "--dry-run", "init.tokens=77") == 0
-    assert "init.tokens = 77" in capsys.readouterr().out
+    assert run(tmp_path, "--dry-run", "steps=77") == 0
+    assert "\nsteps = 77\n" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -24,12 +24,8 @@ def test_a_dry_run_prints_the_configuration(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["drafter=none"], "drafter: `cotrain init` trains a drafter; add [drafter.model]"),
-        (
-            ["init.source.type=rollouts", "init.source.path=runs/x"],
-            "init.source.type: 'rollouts' is not one of policy, dataset",
-        ),
-        (["init.source.type=dataset", "init.source.path=/no.jsonl"], "init.source.path: no file or folder"),
-        (["init.holdout=0.1"], "init.holdout: unknown field"),
+        (["init.tokens=1000"], "init: unknown field"),
+        (["task=none", "task.type=dataset", "task.path=/no.jsonl"], "task.path: no file or folder"),
         (["drafter.init=/nowhere"], "drafter.init: /nowhere has no config.json"),
     ],
 )
@@ -52,7 +48,7 @@ def test_resuming_a_run_that_does_not_exist(tmp_path, capsys):
 
 def test_the_summary_says_what_came_out_and_what_to_do_next(run_config):
     figures = {
-        "training_rollouts": 90, "holdout_rollouts": 10, "response_tokens": 5000, "vocabulary_coverage": 0.987, "steps": 30,
+        "response_tokens": 5000, "vocabulary_coverage": 0.987, "steps": 30,
         "expected_acceptance_length": 1.88, "served_acceptance_length": 1.9, "seconds": 130.0,
     }  # fmt: skip
     config = run_config(policy={"model": "tiny:llama"}, rollout={"num_speculative_tokens": 2})
