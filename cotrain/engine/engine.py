@@ -96,7 +96,7 @@ class RolloutEngine(UpdatableEngine):
         started = time.perf_counter()
         try:
             named, tapped, queues = await self._enter(requests, tap, together, overrides)
-            outputs = await self._outputs(named, queues, learns=True)
+            outputs = await self._outputs(named, queues)
         finally:
             seconds = time.perf_counter() - started
             if overrides:
@@ -181,16 +181,13 @@ class RolloutEngine(UpdatableEngine):
     def _max_tokens(self, request: RolloutRequest, overrides: dict[str, Any]) -> int:
         return overrides.get("max_tokens") or request.max_new_tokens or self.spec.rollout.max_new_tokens
 
-    async def _run(
-        self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str] = ()
-    ) -> list[Any]:
-        """Run requests to their end. computed_whole: names of those that compute their prompt even if it is in the prefix cache."""
-        return await self._outputs(requests, await self._add(requests, overrides, computed_whole))
-
     async def _add(
         self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str]
     ) -> list[Any]:
-        """Let requests enter the engine. Returns the queue of each one's output."""
+        """Let requests enter the engine. Returns the queue of each one's output.
+
+        computed_whole: names of those that compute their prompt even if it is in the prefix cache.
+        """
         engine, queues = self._engine, []
         paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
         async with death_in_words(engine), paused:
@@ -200,13 +197,12 @@ class RolloutEngine(UpdatableEngine):
                 queues.append(await engine.add_request(name, prompt, self._sampling(request, overrides | own)))
         return queues
 
-    async def _outputs(self, requests: dict[str, RolloutRequest], queues: list[Any], learns: bool = False) -> list[Any]:
-        """Wait for outputs. learns: each response is added to the history as soon as it ends, if the engine drafts from it."""
+    async def _outputs(self, requests: dict[str, RolloutRequest], queues: list[Any]) -> list[Any]:
+        """Wait for outputs. Each response is added to the history as soon as it ends, if the engine drafts from it."""
 
         async def finished(name: str, queue: Any) -> Any:
             output = await queue.get()
-            if learns:
-                await self.add_history([self._rollout(requests[name], output)])
+            await self.add_history([self._rollout(requests[name], output)])
             return output
 
         async with death_in_words(self._engine):

@@ -97,10 +97,20 @@ class Initialisation:
             if not await self.steps(engine, trainer, state):
                 return False
             figures = await self._figures(engine, trainer)
-        name = self._register(trainer, state.fingerprints["model"], figures)
+        version, drafter = trainer.drafter_version, self.run_dir.path / "drafter"
+        trainer.save_checkpoint(drafter, version)
+        text = f"{config.name}:rollouts to step {config.steps}"
+        tags = {"init": self._drafter.init or "random", "data_fingerprint": text}
+        metrics = {f"drafter/{name}": figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
+        policy = state.fingerprints["model"]
+        with self.console.phase("MLflow"), Tracker(config, policy=policy, say=self.console.say) as tracker:
+            for row in read_rows(self.run_dir.metrics):
+                tracker.log_step(row["step"], row)
+            tracker.log_drafter(drafter, Versions(0, version), config.steps, metrics, tags)
+            tracker.finish()
         figures["seconds"] = time.monotonic() - started
         write_json(self.run_dir.path / "init.json", figures)
-        self.console.say(summary(figures, config, self.run_dir.path / "drafter", name))
+        self.console.say(summary(figures, config, drafter, tracker.registered_model))
         return True
 
     def _trainer(self, state: RunState) -> DrafterTrainer:
@@ -191,23 +201,6 @@ class Initialisation:
             "served_acceptance_length": served.acceptance_length,
             "served_acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
         }
-
-    def _register(self, trainer: DrafterTrainer, policy: str, figures: dict[str, Any]) -> str:
-        """Write the last version, and record the steps and this version in MLflow. policy: digest of its files. Returns the
-        name of the registered model."""
-        step, version, folder = self.config.steps, trainer.drafter_version, self.run_dir.path / "drafter"
-        trainer.save_checkpoint(folder, version)
-        tags = {
-            "init": self._drafter.init or "random",
-            "data_fingerprint": f"{self.config.name}:rollouts to step {step}",
-        }
-        metrics = {f"drafter/{name}": figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
-        with self.console.phase("MLflow"), Tracker(self.config, policy=policy, say=self.console.say) as tracker:
-            for row in read_rows(self.run_dir.metrics):
-                tracker.log_step(row["step"], row)
-            tracker.log_drafter(folder, Versions(0, version), step, metrics, tags)
-            tracker.finish()
-        return tracker.registered_model
 
 
 def summary(figures: dict[str, Any], config: RunConfig, folder: Path, registered_model: str) -> str:
