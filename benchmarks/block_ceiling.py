@@ -38,7 +38,7 @@ def main() -> int:
     drawn, generator = random.Random(0), torch.Generator().manual_seed(0)
     found = []
     for _ in range(args.contexts):
-        sequence, prompt_length = drawn.choice(held_out).sequence
+        sequence, prompt_length = drawn.choice(held_out)
         place = drawn.randrange(prompt_length + 1, len(sequence) + 1)
         laws, tokens = continuations(model, torch.tensor(sequence[:place]), args.paths, generator)
         half = torch.arange(args.paths) < args.paths // 2

@@ -1,6 +1,7 @@
 """EAGLE-3 and block drafters after equal processor time on the same text of a real engine.
 
-    cotrain init configs/quickstart.toml name=trial init.tokens=100000 init.epochs=1 rollout.max_new_tokens=96 \\
+    cotrain init configs/quickstart.toml name=trial steps=10 drafter.updates_per_step=1 rollout.max_new_tokens=96 \\
+        rollout.prompts_per_step=32 \\
         task.instruction="Explain each step, then give the answer."
     python -m benchmarks.block_trial runs/trial [--seeds 0 1] [--cpu-seconds 240 | --updates 100] [--anchors 0.25]
 

@@ -1,6 +1,6 @@
 """What weight verification positions of starts that are never served should have in the drafter's objective.
 
-    cotrain init configs/quickstart.toml name=starts init.tokens=10000 init.epochs=1
+    cotrain init configs/quickstart.toml name=starts steps=23 drafter.updates_per_step=1
     python -m benchmarks.start_weights runs/starts [--seeds 0 1] [--epochs 3]
 
 A verification step begins with a generated token. Starts before it can be trained on too. Each arm trains a drafter on

@@ -1,4 +1,4 @@
-"""Hidden states of the text that a `cotrain init` has collected, for benchmarks that train drafters on it."""
+"""Hidden states of the text of a `cotrain init`, for benchmarks that train drafters on it."""
 
 import json
 from dataclasses import dataclass
@@ -15,12 +15,17 @@ from cotrain.run.rows import read_rows
 from cotrain.transport.features import FeatureRecord
 from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
-from pipelines.initialise.sources import FILE, StoredRollout, split
+from pipelines.initialise.pipeline import TEXT
+
+Sequence = tuple[list[int], int]
+"""All tokens of a rollout, and how many of them are the prompt's."""
+
+MOST_HELD_OUT = 128
 
 
 @dataclass(frozen=True)
 class StoredText:
-    """The rollouts of a run of `cotrain init`, parted as the run parts them."""
+    """The rollouts of a run of `cotrain init`, the last tenth of them held out."""
 
     config: RunConfig
     model: Path
@@ -33,27 +38,34 @@ class StoredText:
         return torch.bincount(tokens, minlength=vocab_size)
 
 
-def read_rollouts(run: Path) -> tuple[Path, list[StoredRollout], list[StoredRollout]]:
-    """Return the folder of a run's policy, and its rollouts to train on and held out. run: a folder of `cotrain init`."""
-    config = parse_config(json.loads((run / "config.json").read_text()))
-    _, *parts = read_rows(run / FILE)  # a Corpus could be appended to, and writes its file anew
-    rollouts = [StoredRollout(**rollout) for part in parts for rollout in part["rollouts"]]
-    training, held_out = split(rollouts, config.rollout.samples_per_prompt)
-    return resolve_model(config.policy.model), training, held_out
+def read_config(run: Path) -> RunConfig:
+    """Return a run's configuration, also that of an earlier version, which had a section `init`."""
+    fields = json.loads((run / "config.json").read_text())
+    return parse_config({name: value for name, value in fields.items() if name != "init"})
+
+
+def read_rollouts(run: Path) -> tuple[Path, list[Sequence], list[Sequence]]:
+    """Return the folder of a run's policy, and its rollouts to train on and held out, as whole prompts. run: a folder of `cotrain init`."""
+    config = read_config(run)
+    stored = [rollout for row in read_rows(run / TEXT) for rollout in row.get("rollouts", ())]
+    rollouts = [(r["prompt_token_ids"] + r["token_ids"], len(r["prompt_token_ids"])) for r in stored]
+    samples = config.rollout.samples_per_prompt
+    held = max(1, min(MOST_HELD_OUT, len(rollouts) // 10) // samples) * samples
+    return resolve_model(config.policy.model), rollouts[:-held], rollouts[-held:]
 
 
 @torch.no_grad()
 def read_text(run: Path) -> StoredText:
     """Compute hidden states as the engine's tap has them, with transformers in float32, for the run's own drafter. run: a folder of `cotrain init`."""
-    config = parse_config(json.loads((run / "config.json").read_text()))
+    config = read_config(run)
     rollout, (folder, *parts) = config.rollout, read_rollouts(run)
     assert config.drafter is not None
     aux_layers = build_drafter(config.drafter.model, TargetSpec.from_pretrained(folder), 0).serving.aux_layers
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
 
-    def features(stored: StoredRollout) -> FeatureRecord:
-        sequence, prompt_length = stored.sequence
+    def features(stored: Sequence) -> FeatureRecord:
+        sequence, prompt_length = stored
         tokens = torch.tensor(sequence)
         states = model(tokens[None], output_hidden_states=True, logits_to_keep=1).hidden_states
         aux = torch.cat([tokens.new_empty(len(tokens), 0), *(states[layer][0] for layer in aux_layers)], -1)

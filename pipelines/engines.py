@@ -23,7 +23,6 @@ from cotrain.process.children import engine_output_to, environment
 from cotrain.process.cluster import temporary_files
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stopping import descendants, remove_files_of, stop_at_once
-from cotrain.records import WeightPayload
 from cotrain.run.mlflow_store import default_uri
 from cotrain.run.provenance import here_and_now, machine
 from cotrain.tasks.base import build_task
@@ -198,14 +197,3 @@ async def one_engine(setup: EngineSetup, seed: int, num_threads: int) -> AsyncIt
             started = descendants() - others
             await engine.shutdown()
             remove_files_of(started)
-
-
-async def send(engine: RolloutEngine, payload: WeightPayload) -> None:
-    """Serve an update of the drafter as the next version, and compare what is served with what was sent.
-
-    Raises RuntimeError naming tensors whose digests differ.
-    """
-    await engine.update_drafter(payload, engine.versions.drafter + 1)
-    served = await engine.served_digests(list(payload.digests), draft=True)
-    if wrong := [name for name, sent in payload.digests.items() if served.get(name) != sent]:
-        raise RuntimeError(f"an update of the drafter was taken, but other tensors are served: {wrong[:4]}")

@@ -20,12 +20,9 @@ from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems, model_runner_problems
 from cotrain.config.schema import (
-    DatasetSource,
     DatasetTask,
     DrafterConfig,
-    PolicyRollouts,
     ReasoningGymTask,
-    RecordedRollouts,
     RunConfig,
 )
 from cotrain.config.surroundings import cache_problems, nearest
@@ -142,7 +139,7 @@ def find_problems(
             model = resolve_model(config.policy.model)
     except ValueError as error:
         problems.append(str(error))
-    problems += _problems(_check_data, config, model, command, quick)
+    problems += _problems(_check_data, config, model, quick)
     if model is None:
         return problems
     problems += _problems(_check_model, config, model)
@@ -192,15 +189,13 @@ def _check_device(config: RunConfig) -> None:
         place(config, [gpus])
 
 
-def _check_data(config: RunConfig, model: Path | None, command: str, quick: bool) -> None:
+def _check_data(config: RunConfig, model: Path | None, quick: bool) -> None:
     """The data is there, prompts fill a step and, if the model is there, can be encoded. quick: nothing is fetched."""
-    source, wanted = config.init.source, config.rollout.prompts_per_step
-    data = config.task if command == "train" or isinstance(source, PolicyRollouts) else source
-    fetched = isinstance(data, DatasetSource) and not is_file_or_folder(data.path)
-    if isinstance(data, RecordedRollouts) or (quick and fetched):
+    data, wanted = config.task, config.rollout.prompts_per_step
+    if quick and isinstance(data, DatasetTask) and not is_file_or_folder(data.path):
         return
     task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
-    if command == "train" and wanted > len(task):
+    if wanted > len(task):
         more = "raise task.size" if isinstance(data, ReasoningGymTask) else "add rows to task.path"
         raise ValueError(
             f"rollout.prompts_per_step: {wanted} is more than the {len(task)} prompts of the task; lower it, or {more}"

@@ -257,22 +257,17 @@ class TaskConfig(Section):
     """Processes that compute rewards. More help where groups wait for their rewards (time/reward_queue_s), and cores are free."""
 
 
-class DatasetSource(Section):
-    """Rows of a text or chat dataset."""
+class DatasetTask(TaskConfig):
+    """Prompts from a text or chat dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
 
     type: Literal["dataset"]
-    """Kind of source."""
+    """Kind of task."""
     path: str
     """json, jsonl or parquet file, a folder of them, or a hub id, optionally with a configuration: openai/gsm8k/main."""
     split: str = "train"
     """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
     prompt_column: str | None = None
     """Column of the prompt when its name is not prompt, messages or question."""
-
-
-class DatasetTask(TaskConfig, DatasetSource):
-    """Prompts from a dataset, in any of three schemas: verl's five fields, messages, or prompt/answer."""
-
     answer_column: str | None = None
     """Column of the answer when its name is none of those in the three schemas."""
     skip_bad_rows: bool = False
@@ -292,39 +287,6 @@ class ReasoningGymTask(TaskConfig):
     """Parameters of the task, under reasoning-gym's own names."""
     size: PositiveInt = 1000
     """Number of distinct problems."""
-
-
-class PolicyRollouts(Section):
-    """The policy's own rollouts on the prompts of [task]."""
-
-    type: Literal["policy"] = "policy"
-    """Kind of source."""
-
-
-class RecordedRollouts(Section):
-    """Rollouts that an earlier `cotrain init` of the same policy has written."""
-
-    type: Literal["rollouts"]
-    """Kind of source."""
-    path: str
-    """Run folder of that `cotrain init`."""
-
-
-class DatasetRollouts(DatasetSource):
-    """Rollouts in which the policy answers the prompts of a dataset."""
-
-
-class InitConfig(Section):
-    """What `cotrain init` trains the first drafter on; other commands do not read it."""
-
-    source: Annotated[PolicyRollouts | RecordedRollouts | DatasetRollouts, Field(discriminator="type")] = (
-        PolicyRollouts()
-    )
-
-    tokens: PositiveInt = 200_000
-    """Response tokens to collect, of which about a tenth are held out."""
-    epochs: PositiveInt = 3
-    """Passes over the others in training."""
 
 
 class MonitorConfig(Section):
@@ -377,7 +339,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the run: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
     steps: PositiveInt
-    """Steps of the run; one step is one batch of rollouts and one policy update."""
+    """Steps of the run; one step is one batch of rollouts and one policy update. `cotrain init` makes no policy update."""
     seed: NonNegativeInt = 0
     """Seed of everything random."""
     run_root: Path = Field(default_factory=default_run_root, json_schema_extra={"default": "runs"})
@@ -390,7 +352,6 @@ class RunConfig(Section):
     stream: StreamConfig = StreamConfig()
     drafter: DrafterConfig | None = None
     lossless: MonitorConfig = MonitorConfig()
-    init: InitConfig = InitConfig()
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -1,11 +1,11 @@
 """The arguments that vLLM starts with: cotrain's own, then the user's, then those of speculation. Imports vLLM late."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RolloutConfig
-from cotrain.models.loading import CPU_BLOCK_TOKENS, has_linear_attention
+from cotrain.models.capability import has_gated_delta_net
+from cotrain.models.loading import CPU_BLOCK_TOKENS
 from cotrain.records import Versions
 from drafters.base import ServingSpec
 from drafters.files import read_config
@@ -51,7 +51,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
         # vLLM copies the states of linear attention with Triton kernels only
-        "enable_prefix_caching": not has_linear_attention(Path(spec.model_path)),
+        "enable_prefix_caching": not has_gated_delta_net(read_config(spec.model_path)),
         "model": spec.model_path,
         "dtype": rollout.dtype,
         "seed": spec.seed,

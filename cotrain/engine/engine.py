@@ -150,27 +150,6 @@ class RolloutEngine(UpdatableEngine):
         gain = GainReport(**report["gain"]) if self._chooses else None
         return Window(gain, [StepTotal(*row) for row in report["steps"]])
 
-    async def tap_sequences(self, sequences: list[tuple[list[int], int]]) -> list[str]:
-        """Compute the hidden states of given sequences in a prefill. Returns the paths of the shards that hold them, in order.
-
-        sequences: (token ids of prompt and response, prompt length) each. They are run in groups that would fit into the tap
-        if all were as long as the longest, or one by one.
-        """
-        longest, max_bytes = max(len(ids) for ids, _ in sequences), self.spec.rollout.features.max_bytes
-        size = max(1, max_bytes // (longest * self._row_bytes))
-        shards: list[str] = []
-        for start in range(0, len(sequences), size):
-            group = sequences[start : start + size]
-            named = self._named([RolloutRequest(str(start + i), 0, ids, None) for i, (ids, _) in enumerate(group)])
-            tapped = {name: TapRequest(name, len(request.prompt_token_ids), 0) for name, request in named.items()}
-            await self.on_workers(EngineWorker.start_tapping, tapped, max_bytes)
-            await self._ended(named, await self._add(named, {"max_tokens": 1}, named))
-            given = {}
-            for name, (ids, length) in zip(named, group, strict=True):
-                given[name] = Rollout(name, 0, ids[:length], ids[length:], [], "", "length", self.versions, None)
-            shards += (await self._take_features(given))[0]
-        return shards
-
     def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
         """Return the requests of the next call under names that no other call has."""
         self._batches += 1

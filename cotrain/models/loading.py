@@ -11,8 +11,8 @@ import re
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from functools import partial
 from hashlib import blake2b
 from importlib import util
@@ -51,19 +51,11 @@ def resolve_model(name: str) -> Path:
     of a bundled model not installed.
     """
     try:
-        folder = _folder(name)
+        folder = built(name) if name in BUILT else _without_head(_local_or_downloaded(name))
         check_model(folder)
     except ValueError as error:
         raise ValueError(f"policy.model: {error}") from error
     return folder
-
-
-def _folder(name: str) -> Path:
-    if name in BUILT:
-        return built(name)
-    _check_name(name)
-    local = Path(name).expanduser()
-    return _without_head(local.resolve() if local.is_dir() else _download(name))
 
 
 def _check_name(name: str) -> None:
@@ -73,11 +65,8 @@ def _check_name(name: str) -> None:
 
 def built(name: str) -> Path:
     """Return the folder of a model in BUILT, which is built once."""
-    if name == BUNDLED_MODEL:
-        return build_once(BUILT[name], _convert_bundled, f"converting {name} once (about 15 s)")
-    if name == TINY_MODEL:
-        return build_once(BUILT[name], _build_tiny, f"building {name} once (about 10 s)")
-    return build_once(BUILT[name], partial(_build_random, name), f"building {name} once (a second or two)")
+    takes = {BUNDLED_MODEL: "about 15 s", TINY_MODEL: "about 10 s"}.get(name, "a second or two")
+    return build_once(BUILT[name], partial(_build, name), f"building {name} once ({takes})")
 
 
 def has_to_be_fetched(name: str) -> bool:
@@ -166,22 +155,13 @@ def config_problem(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def has_linear_attention(model: Path) -> bool:
-    """Return whether some layers of a model folder are gated delta nets, see `has_gated_delta_net`."""
-    return has_gated_delta_net(read_config(model))
-
-
 def serving_problems(model: Path, on_cpu: bool, dtype: str, dtype_name: str, arguments: Mapping[str, Any]) -> list[str]:
     """List the settings with which vLLM, or its CPU build, cannot serve a model.
 
     arguments: the fields of rollout.vllm. dtype_name: the field that sets dtype.
     """
-    config, ranks, linear = (
-        text_fields(read_config(model)),
-        arguments.get("tensor_parallel_size", 1),
-        has_linear_attention(model),
-    )
-    field = "rollout.vllm.tensor_parallel_size"
+    config, ranks = text_fields(read_config(model)), arguments.get("tensor_parallel_size", 1)
+    linear, field = has_gated_delta_net(config), "rollout.vllm.tensor_parallel_size"
     sizes = {name: config.get(name, 0) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     sizes["vocab_size"] = -(-config.get("vocab_size", 0) // 64) * 64  # as vLLM pads it
     problems = [
@@ -239,21 +219,27 @@ def build_once(name: str, build: Callable[[Path], None], notice: str) -> Path:
     return folder
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def _build(name: str, target: Path) -> None:
+    """Write a model of BUILT into a folder, without the warnings and progress bars of transformers."""
     from transformers.utils import logging
+
+    from cotrain.models.tiny import build_random_model, build_tiny_model
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         # Redirecting stderr is the only way to turn off the progress bar of the GGUF reader.
         with redirect_stderr(io.StringIO()):
-            yield
+            if name == BUNDLED_MODEL:
+                _convert_bundled(target)
+            elif name == TINY_MODEL:
+                build_tiny_model(target)
+            else:
+                build_random_model(target, RANDOM_MODELS[name.removeprefix("tiny:")])
     finally:
         logging.set_verbosity(verbosity)
 
 
-@_quiet_transformers()
 def _convert_bundled(target: Path) -> None:
     """Unpack the GGUF to bfloat16 safetensors and write the tokenizer it carries."""
     # Find the package without importing it: that would import llama-cpp-python, which cotrain does not need.
@@ -278,21 +264,11 @@ def _convert_bundled(target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-@_quiet_transformers()
-def _build_tiny(target: Path) -> None:
-    from cotrain.models.tiny import build_tiny_model
-
-    build_tiny_model(target)
-
-
-@_quiet_transformers()
-def _build_random(name: str, target: Path) -> None:
-    from cotrain.models.tiny import build_random_model
-
-    build_random_model(target, RANDOM_MODELS[name.removeprefix("tiny:")])
-
-
-def _download(name: str) -> Path:
+def _local_or_downloaded(name: str) -> Path:
+    """Return the folder of a model that is none of BUILT: itself if it is one, else that of a model of the hub."""
+    _check_name(name)
+    if (local := Path(name).expanduser()).is_dir():
+        return local.resolve()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

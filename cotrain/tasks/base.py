@@ -1,12 +1,11 @@
 """The task that a configuration asks for."""
 
 import hashlib
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from cotrain.config.schema import DatasetSource, DatasetTask, ReasoningGymTask
+from cotrain.config.schema import DatasetTask, ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.datasets import DatasetProblems
 from cotrain.tasks.prompts import load_tokenizer, plain_answer
@@ -19,7 +18,7 @@ Task = ReasoningGymProblems | DatasetProblems
 
 @lru_cache(maxsize=1)
 def build_task(
-    config: ReasoningGymTask | DatasetSource, seed: int, model: Path | None = None, max_prompt_tokens: int = 0
+    config: ReasoningGymTask | DatasetTask, seed: int, model: Path | None = None, max_prompt_tokens: int = 0
 ) -> Task:
     """Build the task of the [task] table. It is cached, so that the check of a run and its start build it once.
 
@@ -29,11 +28,7 @@ def build_task(
     tokenizer = None if model is None else load_tokenizer(model)
     if isinstance(config, ReasoningGymTask):
         return ReasoningGymProblems(config, seed, tokenizer, max_prompt_tokens)
-    try:
-        return DatasetProblems(config, tokenizer, max_prompt_tokens)
-    except ValueError as error:
-        own = "task" if isinstance(config, DatasetTask) else "init.source"
-        raise ValueError(re.sub(r"\btask(?=\.(path|split|prompt_column)\b)", own, str(error))) from error
+    return DatasetProblems(config, tokenizer, max_prompt_tokens)
 
 
 def fingerprint(task: Task) -> str:

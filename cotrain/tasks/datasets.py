@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import DatasetSource, DatasetTask
+from cotrain.config.schema import DatasetTask
 from cotrain.records import Prompt
 from cotrain.tasks.prompts import chat_messages, encode_prompt, split_question
 from cotrain.tasks.rewards import REWARDS, check_answer
@@ -21,7 +21,7 @@ MOST_LISTED = 10  # bad rows that an error lists; it counts the others
 class DatasetProblems:
     """All prompts of a dataset, read and checked at once."""
 
-    def __init__(self, config: DatasetSource, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
+    def __init__(self, config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
         """tokenizer: also check that every prompt can be encoded, in max_prompt_tokens at most.
 
         Raises ValueError naming the field of [task] and, for a column, the ones that the dataset has. All rows that cannot be
@@ -29,10 +29,9 @@ class DatasetProblems:
         """
         from datasets import Value
 
-        task = config if isinstance(config, DatasetTask) else None  # `cotrain init` needs prompts without answers
         rows = load_rows(config)
         column = _prompt_column(config, rows.column_names)
-        answer_column = task and _answer_column(task, column, rows.column_names)
+        answer_column = _answer_column(config, column, rows.column_names)
         if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
             # By its text, 0.1 stays 0.1; Python would make 0.10000000149011612 of it.
             rows = rows.cast_column(answer_column, Value("string")).cast_column(answer_column, Value("float64"))
@@ -42,17 +41,16 @@ class DatasetProblems:
                 messages, answer = split_question(row[column])
                 if answer_column is not None:
                     answer = _read_answer(row[answer_column])
-                if task is not None:
-                    check_answer(task.reward, answer)
-                    messages = chat_messages(messages, task.instruction, task.system_prompt)
+                check_answer(config.reward, answer)
+                messages = chat_messages(messages, config.instruction, config.system_prompt)
                 prompt = Prompt(f"{Path(config.path).stem}-{index}", messages, answer)
                 if tokenizer is not None:
                     encode_prompt(tokenizer, prompt, max_prompt_tokens)
                 self._prompts.append(prompt)
             except ValueError as error:
                 bad.append(f"row {index}: {error}")
-        count, skips = f"{len(bad):,} of the {len(rows):,} rows of {config.path}", task is None or task.skip_bad_rows
-        if bad and not (skips and self._prompts):
+        count = f"{len(bad):,} of the {len(rows):,} rows of {config.path}"
+        if bad and not (config.skip_bad_rows and self._prompts):
             more = [f"and {len(bad) - MOST_LISTED:,} more"] if len(bad) > MOST_LISTED else []
             fix = "mend or remove them, change the field that a line names, or leave them out with task.skip_bad_rows = true"
             head = f"task.path: {count} cannot be used:"
@@ -66,7 +64,7 @@ class DatasetProblems:
         return self._prompts[index]
 
 
-def load_rows(config: DatasetSource) -> Any:
+def load_rows(config: DatasetTask) -> Any:
     """Read the rows as a datasets.Dataset. Raises ValueError naming the field to correct."""
     import datasets
 
@@ -97,7 +95,7 @@ def is_file_or_folder(path: str) -> bool:
     return Path(path).suffix in FILE_TYPES or path.startswith((".", "/", "~")) or Path(path).exists()
 
 
-def _prompt_column(config: DatasetSource, columns: list[str]) -> str:
+def _prompt_column(config: DatasetTask, columns: list[str]) -> str:
     """Return prompt_column if it is set, else the first column that a schema names."""
     if media := {"images", "videos"} & set(columns):
         raise ValueError(

@@ -6,7 +6,7 @@ optimizer or random state with the policy learner.
 
 import copy
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy._core.multiarray import _reconstruct
-from torch import Tensor
 
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
@@ -128,22 +127,16 @@ class DrafterTrainer:
         known = self.target_weights | {policy_version: weights}
         self.target_weights = {v: w for v, w in known.items() if v in needed or v >= oldest}
 
-    def choose_first_vocabulary(
-        self, rollouts: Iterable[tuple[Tensor, Tensor]], policy_version: int
-    ) -> dict[str, float]:
-        """Choose the draft vocabulary by (prompt, response) tokens, each [T] int64, if the drafter is new and has none yet.
-
-        Returns drafter/vocabulary_coverage, the share of the counted tokens in it, if it does.
-        """
-        if not self._progress.needs_vocabulary:
-            return {}
-        self._progress.needs_vocabulary = False
+    def _choose_vocabulary(self, records: Sequence[FeatureRecord]) -> dict[str, float]:
+        """Choose the draft vocabulary of a new drafter. Returns drafter/vocabulary_coverage, the share of the counted tokens in it."""
         counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
-        for prompt, response in rollouts:
+        for record in records:
+            prompt, response = record.token_ids.tensor_split([record.prompt_length])
             counts += response.bincount(minlength=len(counts))
             counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=len(counts))
-        coverage = self.drafter.choose_vocabulary(counts, self.target_weights[policy_version])
-        return {"drafter/vocabulary_coverage": coverage}
+        self._progress.needs_vocabulary = False
+        target = self.target_weights[records[-1].policy_version]
+        return {"drafter/vocabulary_coverage": self.drafter.choose_vocabulary(counts, target)}
 
     def take_in(
         self, features: Sequence[str | FeatureRecord], serving: int, keep: Collection[int], judged: int = 0
@@ -160,9 +153,8 @@ class DrafterTrainer:
         aux layers are unknown to the trainer.
         """
         records, metrics = self._read(features), dict[str, float]()
-        if records:
-            rollouts = ((r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in records)
-            metrics = self.choose_first_vocabulary(rollouts, records[-1].policy_version)
+        if records and self._progress.needs_vocabulary:
+            metrics = self._choose_vocabulary(records)
         self._buffer.add(records)
         started, cpu_started = time.perf_counter(), time.process_time()
         self._published = {v: drafter for v, drafter in self._published.items() if v in {serving, *keep}}

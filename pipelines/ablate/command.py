@@ -59,8 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     arms, seeds = len(study.config.arms), len(study.config.seeds)
     print(f"study {study.config.name} in {study.folder}: {arms} arms x {seeds} seeds")
     for run in study.runs:
-        tokens = f", {run.config.init.tokens:,} tokens" if run.command == "init" else ""
-        print(f"  {run.title}: {next_action(run)}{tokens}", flush=True)
+        print(f"  {run.title}: {next_action(run)}", flush=True)
     _check(study, quick=parsed.dry_run)
     if parsed.dry_run:
         print("no problem found; what has to be downloaded or built, and drafters, are checked when the study starts")

@@ -22,13 +22,16 @@ from cotrain.run.mlflow_store import URI_VARIABLE, sqlite_uri
 from cotrain.run.provenance import flatten
 from drafters.config import Section
 
-OF_THE_STUDY = (
-    "name", "run_root", "seed", "steps", "checkpoint", "cluster", "policy.model", "task", "tracking.uri",
-    "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_prompt_tokens", "rollout.max_new_tokens",
-)  # fmt: skip
+OF_THE_STUDY = ("name", "run_root", "seed", "checkpoint", "cluster", "policy.model", "tracking.uri")
 """Fields and sections that neither an arm nor an initialisation may set."""
 
-FILES = ("task.path", "init.source.path", "policy.model", "drafter.init")
+OF_THE_ARMS = (
+    *OF_THE_STUDY, "steps", "task",
+    *(f"rollout.{name}" for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens")),
+)  # fmt: skip
+"""Fields and sections that no arm may set."""
+
+FILES = ("task.path", "policy.model", "drafter.init")
 """Fields that may hold a path, which is looked for beside the study file first."""
 
 Status = Literal["finished", "failed", "missing"]
@@ -123,7 +126,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
             place = {"name": name, "run_root": str(study.folder / "inits")}
-            inits[name] = Run("init", name, parse_config(_with_fields(study, fields) | place))
+            inits[name] = Run("init", name, parse_config(_with_fields(study, fields, OF_THE_STUDY) | place))
     for arm in config.arms:
         with _collect(problems, f"arm {arm.name!r}"):
             arms.append(_arm(study, arm, inits, [other.config.name for other in arms]))
@@ -153,19 +156,19 @@ def _arm(study: Study, given: ArmConfig, inits: dict[str, Run], slugs: Sequence[
         raise ConfigError([f"init: {given.init!r} is not in [inits]; a drafter of elsewhere is named by drafter.init"])
     if made_by := inits.get(given.init or ""):
         fields["drafter.init"] = str(made_by.folder / "drafter")
-    config = parse_config(_with_fields(study, fields) | {"name": slug})
+    config = parse_config(_with_fields(study, fields, OF_THE_ARMS) | {"name": slug})
     if made_by and config.drafter and made_by.config.drafter and made_by.config.drafter.model != config.drafter.model:
         raise ConfigError([f"init: inits.{given.init} makes a drafter with another drafter.model; give both the same"])
     return Run("train", given.name, config, made_by)
 
 
-def _with_fields(study: Study, given: Table) -> Table:
+def _with_fields(study: Study, given: Table, of_the_study: Sequence[str]) -> Table:
     """The shared configuration with the `given` values of fields. As on a command line, "none" unsets a field.
 
-    A key may be a whole path, as in "init.tokens" = 500. Raises ConfigError naming the fields of OF_THE_STUDY among them.
+    A key may be a whole path, as in "policy.train" = false. Raises ConfigError naming those `of_the_study` among them.
     """
     fields = flatten(given)
-    if fixed := [path for path in fields if any(f"{path}.".startswith(f"{other}.") for other in OF_THE_STUDY)]:
+    if fixed := [path for path in fields if any(f"{path}.".startswith(f"{other}.") for other in of_the_study)]:
         fix = "set it in the shared config, or by name and seeds in the study file"
         raise ConfigError([f"{path}: must not differ between runs of a study; {fix}" for path in fixed])
     table = study.shared.model_dump(mode="json")

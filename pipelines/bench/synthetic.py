@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import TypeAdapter
+from transformers import LlamaConfig
 
 from cotrain.config.errors import did_you_mean
 from cotrain.config.load import Table
@@ -35,12 +36,6 @@ PREFILL_TOKENS = 16_384  # most prompt tokens of a step; the prompts of larger b
 SHARE = 0.9  # share of a GPU's memory for weights, keys and values, and of shared memory for a policy's file
 REPEATS = 3  # calls with the tap, calls without it, and swaps of the drafter, of which the median counts
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
-}  # fmt: skip
-"""What the simulator's models leave open. Biases, and norms of queries and keys, take next to no time."""
-
 
 def described(given: str) -> tuple[str, dict[str, Any]]:
     """Return name and config.json of what --synthetic gives. Raises ValueError naming the fix."""
@@ -51,10 +46,13 @@ def described(given: str) -> tuple[str, dict[str, Any]]:
         name, config = file.parent.name, read_object(file, "a Hugging Face model")
     elif short in shapes:
         name, m = shapes[short], entries("models")[shapes[short]]
-        config = LLAMA | {
-            "num_hidden_layers": m.layers, "hidden_size": m.hidden, "num_attention_heads": m.heads, "head_dim": m.head_dim,
-            "num_key_value_heads": m.kv_heads, "intermediate_size": m.intermediate, "vocab_size": m.vocabulary,
-        }  # fmt: skip
+        # What the simulator's models leave open, such as biases and norms of queries and keys, takes next to no time.
+        shape = LlamaConfig(
+            num_hidden_layers=m.layers, hidden_size=m.hidden, num_attention_heads=m.heads, head_dim=m.head_dim,
+            num_key_value_heads=m.kv_heads, intermediate_size=m.intermediate, vocab_size=m.vocabulary,
+            max_position_embeddings=131_072, architectures=["LlamaForCausalLM"],
+        )  # fmt: skip
+        config = shape.to_dict()
         config |= {"architectures": ["one with experts"]} if m.experts > 1 else {}
     else:
         fix = f"give a config.json, the folder of one, or {', '.join(shapes)}{did_you_mean(short, list(shapes))}"

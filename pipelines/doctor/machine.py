@@ -4,23 +4,17 @@ import functools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from importlib import metadata
 from typing import Any
 
 from packaging.requirements import Requirement
 
-from cotrain.engine.interface import KNOWN_VERSION, moved
+from cotrain.engine.interface import KNOWN_VERSION
 from cotrain.process import threads
-from cotrain.process.scratch import SHARED_MEMORY
 from cotrain.run import provenance
 
-GIB = 2**30
-SHARED_MEMORY_GIB = 1.0
-"""Two updates of a policy of 135 M parameters in bfloat16 take 0.5 GiB, and the hidden states of a step need room as well."""
 HANGS_AFTER_S = 600
 
 OPENMP_IN_USE = """
@@ -79,16 +73,6 @@ def openmp() -> str:
     return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
 
 
-def shared_memory() -> str:
-    """Shared memory can be written and has room for policy updates."""
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        raise Problem(f"{SHARED_MEMORY} is missing or cannot be written")
-    free = shutil.disk_usage(SHARED_MEMORY).free / GIB
-    if free < SHARED_MEMORY_GIB:
-        raise Problem(f"{SHARED_MEMORY} has {free:.2f} GiB free, {SHARED_MEMORY_GIB:g} GiB are the least for a run")
-    return f"{free:.1f} GiB free"
-
-
 def gpus() -> str:
     """Torch can use every GPU that the driver shows and the environment allows."""
     if not (shown := provenance.machine()["gpus"]):
@@ -100,23 +84,12 @@ def gpus() -> str:
     return "; ".join(shown)
 
 
-def hooks() -> str:
-    """Every function and attribute of vLLM that our code hooks into is as in the version that we know."""
-    from vllm import __version__
-
-    if problems := moved():
-        raise Problem(f"vLLM {__version__} is not as {KNOWN_VERSION} was: {'; '.join(problems)}")
-    return f"vLLM {__version__} is as cotrain knows it"
-
-
 SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
 MACHINE = {
     "torch": (torch, SETUP),
     "vllm": (vllm, SETUP),
     "openmp": (openmp, "Run `make setup` again, which installs intel-openmp beside vLLM's CPU build."),
-    "shared-memory": (shared_memory, "Start the container with --shm-size=8g or --ipc=host, or enlarge /dev/shm."),
     "gpus": (gpus, "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."),
-    "hooks": (hooks, "Install the vLLM that pyproject.toml pins, or adapt cotrain/engine/ to this one."),
 }
 """Checks of this machine in their order, each with what to do when it fails."""
 
@@ -128,15 +101,12 @@ def _torch_facts() -> dict[str, Any]:
 
 def output_of(*arguments: str) -> str:
     """Return the standard output of a Python process. Raises Problem with the first error that it prints, or if it hangs."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, *arguments], stdout=pipe, stderr=pipe, text=True)
-    try:
-        output, errors = process.communicate(timeout=HANGS_AFTER_S)
+    command = [sys.executable, *arguments]
+    try:  # what it has started ends with it
+        process = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_AFTER_S)
     except subprocess.TimeoutExpired:
-        for _ in range(2):  # at the first, a run would finish its step
-            process.terminate()
-            time.sleep(1)
         raise Problem(f"there is no answer after {HANGS_AFTER_S} s") from None
+    output, errors = process.stdout, process.stderr
     if process.returncode:
         print(output, errors, sep="\n", flush=True)  # into engine.log
         raised = re.search(r"^(cotrain: |[\w.]*(Error|Exception)\b).*(\n  .*)*", errors, re.MULTILINE)

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cotrain.config.load import read_config
 from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
@@ -33,15 +34,13 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"RUN: {run} has no whole checkpoint yet; it writes one every checkpoint.every steps")
     versions = json.loads((checkpoint / "state.json").read_text())["versions"]
     drafter = run / "drafters" / f"v{versions['drafter']:04d}" if config.drafter else None
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as parent:
+        partial = Path(parent) / out.name
+        partial.mkdir()
         _write(checkpoint / "policy", resolve_model(config.policy.model), drafter, partial)
         _cast(partial, config.rollout.dtype)
         partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     print(f"policy version {versions['policy']}, {checkpoint.name}: {out}")
     if drafter is not None:
         folder = out / "drafter" if (out / "drafter").exists() else None

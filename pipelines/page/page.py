@@ -66,7 +66,6 @@ def line_section(title: str, ylabel: str, text: str, lines: Mapping[str, pd.Seri
 def line_figure(
     lines: Mapping[str, pd.Series],
     ylabel: str,
-    xlabel: str = "step",
     bands: Mapping[str, tuple[pd.Series, pd.Series]] | None = None,
     marks: Mapping[str, Sequence[int]] | None = None,
     floor: str | None = None,
@@ -89,7 +88,7 @@ def line_figure(
                 axes.plot(points.index, points, marker, label=label, color="black", markersize=8, zorder=3)
         if floor is not None:
             axes.axhline(1, color="gray", linewidth=1, linestyle=(0, (2, 3)), label=floor)
-        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set(xlabel="step", ylabel=ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         handles, labels = axes.get_legend_handles_labels()
         if len(labels) > 1:

@@ -37,13 +37,13 @@ def _row(s: Scenario) -> list[str]:
 def _how_known(s: Scenario) -> str:
     cost, beyond, known = s.system.cost, s.extrapolated, "measured"
     if isinstance(cost, RooflineCost):
-        known = f"a roofline{_how_adjusted(cost)}, {_host(cost)}{', an envelope: no measured step with such drafts' * s.envelope}"
+        known = "a roofline"
+        if cost.cells:
+            known += f" with {len(cost.cells)} measured steps ({cost.cells_source or 'source not given'})"
+        if cost.drafted_k:
+            known += f" adjusted to measured steps with k = {', '.join(map(str, cost.drafted_k))}"
+        known += f", {_host(cost)}{', an envelope: no measured step with such drafts' * s.envelope}"
     return f"{known}, EXTRAPOLATED at batch {beyond[0]} to {beyond[-1]}" if beyond else known
-
-
-def _how_adjusted(cost: RooflineCost) -> str:
-    cells = f" with {len(cost.cells)} measured steps ({cost.cells_source or 'source not given'})" if cost.cells else ""
-    return cells + f" adjusted to measured steps with k = {', '.join(map(str, cost.drafted_k))}" * bool(cost.drafted_k)
 
 
 def _host(cost: RooflineCost) -> str:

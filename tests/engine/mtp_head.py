@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine.arguments import EngineSpec
-from cotrain.models.loading import has_linear_attention, native_head
+from cotrain.models.capability import has_gated_delta_net
+from cotrain.models.loading import native_head
 from cotrain.process.scratch import scratch_folder
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
@@ -29,6 +30,7 @@ from drafters.alignment import DraftBatch
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
 from drafters.config import DrafterModelConfig, MtpConfig
+from drafters.files import read_config
 from drafters.losses import acceptances
 from tests.engine.conftest import LiveEngine, distilled, features_of, make_requests, moved, text_of, tokens, weights_of
 
@@ -59,7 +61,7 @@ def running(
     untrained = load_drafter(native, spec) if native else build_drafter(drafter, spec, seed=0)
     trained = distilled(text_of(model, untrained.serving.aux_layers), weights_of(state), folder, drafter)
     untrained.save(checkpoint, torch.float32)
-    dtype = "bfloat16" if has_linear_attention(folder) else "float32"
+    dtype = "bfloat16" if has_gated_delta_net(read_config(folder)) else "float32"
     config = rollout_config.model_copy(update={"dtype": dtype})
     with scratch_folder("test-mtp") as scratch:
         live = LiveEngine(EngineSpec(config, str(folder), str(checkpoint), untrained.serving, 0, str(scratch)))

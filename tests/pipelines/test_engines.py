@@ -6,17 +6,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
 
 from cotrain.models.loading import resolve_model
-from cotrain.records import Versions, WeightPayload
 from drafters.base import TargetSpec
 from drafters.build import build_drafter
 from drafters.config import Eagle3Config
-from pipelines.engines import DEFAULT_TASK, EngineSetup, add_engine_options, one_engine, prepare_engine, send
+from pipelines.engines import DEFAULT_TASK, EngineSetup, add_engine_options, one_engine, prepare_engine
 
 
 class IdleEngine:
@@ -92,14 +90,3 @@ def test_without_a_drafter_to_serve_none_is_named(setup: EngineSetup, environmen
 
     spec = asyncio.run(start())
     assert spec.drafter_folder is None and spec.serving is None
-
-
-def test_an_update_of_which_something_else_is_served_is_named() -> None:
-    engine = Mock(versions=Versions(0, 4), update_drafter=AsyncMock(), served_digests=AsyncMock())
-    payload = WeightPayload("file", 2, {"norm.weight": "a", "d2t": "b"})
-    engine.served_digests.return_value = dict(payload.digests)
-    asyncio.run(send(engine, payload))
-    engine.update_drafter.assert_awaited_once_with(payload, 5)
-    engine.served_digests.return_value = {"norm.weight": "a"}
-    with pytest.raises(RuntimeError, match=r"other tensors are served: \['d2t'\]"):
-        asyncio.run(send(engine, payload))

@@ -164,14 +164,6 @@ def test_a_dry_run_fetches_nothing(build, rows: Path, monkeypatch: pytest.Monkey
         assert quick_problems(build(f"policy.model={model}", *dataset)) == []
 
 
-def test_problems_of_an_initialisation_name_its_source(build, tmp_path: Path, rows: Path) -> None:
-    source = ("init.source.type=dataset", f"init.source.path={rows}")
-    assert find_problems(build(*source), command="init", quick=True) == []
-    for wrong, message in ((f"{tmp_path}/none.jsonl", "init.source.path: no file"), ("some/dataset", None)):
-        found = find_problems(build(source[0], f"init.source.path={wrong}"), command="init", quick=True)
-        assert [line[: len(message or "")] for line in found] == ([message] if message else [])
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

@@ -15,9 +15,9 @@ seeds = [0, 1]
 folder = "{folder}"
 
 [inits.generic]
-"init.source.type" = "dataset"
-"init.source.path" = "prompts.jsonl"
-"init.tokens" = 500
+"task.type" = "dataset"
+"task.path" = "prompts.jsonl"
+"steps" = 5
 
 [[arms]]
 name = "generic, frozen"
@@ -41,7 +41,7 @@ def study_file(tmp_path: Path) -> Path:
     folder = tmp_path / "study"
     folder.mkdir()
     shutil.copy(ROOT / "configs" / "smoke.toml", folder / "base.toml")
-    (folder / "prompts.jsonl").write_text('{"prompt": "Name a colour."}\n')
+    (folder / "prompts.jsonl").write_text('{"prompt": "Name a colour.", "answer": "red"}\n')
     path = folder / "study.toml"
     path.write_text(STUDY.format(folder=tmp_path / "studies"))
     return path

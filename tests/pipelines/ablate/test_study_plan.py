@@ -51,7 +51,7 @@ def test_an_arm_drafts_from_history_alone(study_file):
 
 def test_an_initialisation_overrides_the_shared_configuration(study_file):
     init = load_study(study_file).runs[0].config
-    assert init.init.tokens == 500 and init.init.source.path == str(study_file.with_name("prompts.jsonl"))
+    assert init.steps == 5 and init.task.path == str(study_file.with_name("prompts.jsonl"))
     assert (init.name, init.run_root.name) == ("generic", "inits")
 
 
@@ -64,7 +64,7 @@ def test_paths_of_the_shared_configuration_are_relative_to_the_study_file_too(st
         lines = ["[task]", "type = 'dataset'", f"path = '{task}'", "[policy]", "model = 'model'"]
         (study_file.parent / "data.toml").write_text("\n".join(lines))
         study = load_study(study_file, ["config=['base.toml', 'data.toml']"])
-        return [(run.config.task.path, run.config.policy.model) for run in study.runs]
+        return [(run.config.task.path, run.config.policy.model) for run in study.trainings]
 
     (elsewhere / "rows.jsonl").touch()
     assert set(paths("rows.jsonl")) == {("rows.jsonl", "model")}, (
@@ -101,7 +101,7 @@ def test_paths_of_the_shared_configuration_are_relative_to_the_study_file_too(st
         ("config=['bas.toml']", "bas.toml: no such file; did you mean"),
         ("name='a b'", "name: String should match pattern"),
         ("inits.generic={'policy.model'='other'}", "inits.generic: policy.model: must not differ between runs"),
-        ("inits.generic={'init.tokens'=0}", "inits.generic: init.tokens: must be greater than 0"),
+        ("inits.generic={'steps'=0}", "inits.generic: steps: must be greater than 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_study_is_refused_with_the_field_named(study_file, override, problem):
@@ -121,16 +121,16 @@ def test_an_arm_may_have_another_drafter_and_then_needs_one_of_its_kind(study_fi
     assert arm.config.drafter.model.type == "eagle3" and arm.config.drafter.model.trained_depth == 3
     [line] = problems(study_file, arms("name='mtp', drafter.model={type='mtp'}, init='generic'"))
     assert line == "arm 'mtp': init: inits.generic makes a drafter with another drafter.model; give both the same"
-    fitting = "inits.other={'init.source.type'='policy', 'drafter.model.type'='mtp'}"
+    fitting = "inits.other={'drafter.model.type'='mtp'}"
     init, *runs = load_study(study_file, [arms("name='mtp', drafter.model={type='mtp'}, init='other'"), fitting]).runs
     assert init.name == "other" and {run.needs for run in runs} == {init}
     assert init.config.drafter.model == runs[0].config.drafter.model
 
 
-def test_the_type_of_a_source_may_come_after_its_fields(study_file):
-    later = "inits.later={'init.source.path'='prompts.jsonl', 'init.source.type'='dataset'}"
+def test_the_type_of_a_section_may_come_after_its_fields(study_file):
+    later = "inits.later={'task.path'='prompts.jsonl', 'task.type'='dataset'}"
     assert (
         load_study(study_file, [later, arms("name='x', init='later'")])
         .runs[0]
-        .config.init.source.path.endswith("prompts.jsonl")
+        .config.task.path.endswith("prompts.jsonl")
     )

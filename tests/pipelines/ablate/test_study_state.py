@@ -72,7 +72,7 @@ def start_all(study) -> None:
     ("old", "new", "changed"),
     [
         ("temperature = 0.5", "temperature = 0.8", "rollout.temperature: 0.5 -> 0.8 (in generic)"),
-        ("steps = 3", "steps = 4", "steps: 3 -> 4 (in generic)"),
+        ("steps = 3", "steps = 4", "steps: 3 -> 4 (in generic-frozen-s0)"),
     ],
 )
 def test_a_folder_of_another_study_is_refused_with_the_field_named(study_file, old, new, changed):
@@ -90,11 +90,13 @@ def test_a_folder_of_another_study_is_refused_with_the_field_named(study_file, o
 def test_a_changed_arm_and_initialisation_are_named(study_file):
     start_all(load_study(study_file))
     text = study_file.read_text()
-    study_file.write_text(text.replace('"drafter.train" = true', '"policy.train" = false').replace("500", "600"))
+    study_file.write_text(
+        text.replace('"drafter.train" = true', '"policy.train" = false').replace('"steps" = 5', '"steps" = 6')
+    )
     with pytest.raises(ConfigError) as error:
         restore_state(load_study(study_file))
     assert error.value.problems[:2] == [
-        "init.tokens: 500 -> 600 (in generic)", "policy.train: True -> False (in random-co-trained-s0)"
+        "steps: 5 -> 6 (in generic)", "policy.train: True -> False (in random-co-trained-s0)"
     ]  # fmt: skip
 
 

@@ -37,19 +37,19 @@ def test_whatever_a_check_raises_is_its_outcome() -> None:
 def test_a_failure_has_status_1_a_remedy_and_the_place_of_the_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(machine, "_torch_facts", lambda: {"version": "2.12.1", "cuda": None, "gpus": 0})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["--only", "shared-memory", "vllm", "--json", str(tmp_path / "out.json")]) == 1
+    assert main(["--only", "vllm", "torch", "--json", str(tmp_path / "out.json")]) == 1
     printed = " ".join(capfd.readouterr().out.split())
-    assert "is missing or cannot be written" in printed and MACHINE["shared-memory"][1] in printed
-    assert "2 checks in " in printed and "failed: shared-memory" in printed
+    assert "torch 2.12.1 is installed" in printed and MACHINE["torch"][1] in printed
+    assert "2 checks in " in printed and "failed: torch" in printed
     log = Path(printed.split()[-1])
     assert log.name == "engine.log" and log.is_file()
     report = json.loads((tmp_path / "out.json").read_text())
     assert not report["passed"] and report["packages"]["python"]
     assert [(check["name"], check["status"]) for check in report["checks"]] == [
+        ("torch", "fail"),
         ("vllm", "pass"),
-        ("shared-memory", "fail"),
     ]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from cotrain.engine import interface
 from cotrain.process import threads
 from cotrain.run import provenance
 from pipelines.doctor import machine
@@ -96,16 +95,6 @@ def test_openmp_is_no_matter_of_a_gpu(with_gpus: Any) -> None:
         machine.openmp()
 
 
-def test_shared_memory_that_is_missing_or_small_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert machine.shared_memory().endswith("GiB free")
-    monkeypatch.setattr(machine, "SHARED_MEMORY_GIB", 2.0**30)
-    with pytest.raises(Problem, match=r"/dev/shm has .* GiB free"):
-        machine.shared_memory()
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "shm")
-    with pytest.raises(Problem, match="shm is missing"):
-        machine.shared_memory()
-
-
 def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(0)
     with pytest.raises(NotApplicable):
@@ -131,17 +120,3 @@ def test_an_error_of_several_lines_is_told_whole(capfd: pytest.CaptureFixture[st
     with pytest.raises(Problem, match=r"^cotrain: 2 problems:\n  one\n  two$"):
         machine.output_of("-c", script)
     assert "a log" in capfd.readouterr().out
-
-
-def test_a_moved_hook_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.hooks().endswith("is as cotrain knows it")
-    with monkeypatch.context() as planted:
-        planted.setitem(interface.WRAPPED, f"{interface.RUNNER}.no_hook", "self")
-        with pytest.raises(Problem, match=r"GPUModelRunner\.no_hook is missing"):
-            machine.hooks()
-    with monkeypatch.context() as planted:
-        planted.setitem(interface.WRAPPED, f"{interface.RUNNER}._sample", "self logits metadata")
-        with pytest.raises(
-            Problem, match=r"_sample takes \(self logits spec_\w+\) instead of \(self logits metadata\)"
-        ):
-            machine.hooks()
