@@ -13,15 +13,13 @@ from tests.engine.test_stopped_runs import assert_nothing_left, start
 
 pytestmark = pytest.mark.engine
 
-UPDATES = 24  # of a round of the drafter's training, which then takes longer than a step's rollouts
-
 
 @pytest.mark.parametrize("proposer", ["drafter", pytest.param("history", marks=pytest.mark.long)])
 def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(proposer: str, tmp_path: Path) -> None:
     """Killed in step 5, while groups are generated, scored and waiting; the newest checkpoint is of step 4."""
     root, of_history = tmp_path, proposer == "history"
     arguments = [*AHEAD, "name=killed", "stream.max_policy_lag=1"]
-    arguments += ["rollout.history={}", "drafter=none"] if of_history else [f"drafter.updates_per_step={UPDATES}"]
+    arguments += ["rollout.history={}", "drafter=none"] if of_history else []
     process = start(root, "killed-run", *arguments)
     deadline = time.monotonic() + TIMEOUT_S
     saved = root / "killed/checkpoints/step_000004/COMPLETE"  # it is written beside step 5
@@ -45,8 +43,6 @@ def test_a_run_that_is_killed_resumes_and_trains_on_every_group_once(proposer: s
         assert rows[-1]["rollout/acceptance_length"] > 1
     else:
         assert rows[-1]["drafter/lost_features"] == stream["lost_features"]
-        # Policies were swapped while a training round of the drafter was under way.
-        assert any(0 < row.get("drafter/updates", 0) < UPDATES for row in rows)
     idle = r"p\d+% r\d+%" if of_history else r"d\d+% p\d+% r\d+%"
     assert re.search(rf"step 8/8 .* lag [01]\.\d .* p8 d\d\s+idle {idle}", output)
     assert "prompts identical" in output and "DIFFERS" not in output

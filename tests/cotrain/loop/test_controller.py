@@ -297,10 +297,13 @@ def test_a_step_that_waited_for_nothing_tells_no_speed(resume_with_scored_groups
     assert not {"rollout/tokens_per_s", "idle/rollout_0"} & row.keys() and row["idle/policy"] >= 0
 
 
-def test_a_step_without_ended_groups_still_trains(resume_with_scored_groups: Any) -> None:
+def test_with_lag_a_step_ends_while_the_drafter_still_trains(resume_with_scored_groups: Any) -> None:
+    """A step without ended groups trains too."""
     world = World(GOOD)
-    go(resume_with_scored_groups(world), 4)
-    assert world.calls == ["take_in", "train"]
+    controller = resume_with_scored_groups(world)
+    go(controller, 4)
+    [row] = read_rows(controller.run_dir.metrics)
+    assert world.calls == ["take_in", "train"] and "drafter/updates" not in row
 
 
 def test_what_cannot_be_saved_ends_the_run_before_its_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
