@@ -22,7 +22,7 @@ from tests.engine.test_stream_engine import (  # noqa: F401
     test_calls_overlap_and_each_gets_its_own,
     test_every_token_is_stamped_with_the_policy_that_generated_it,
     test_hidden_states_are_those_of_the_last_policy,
-    test_verification_steps_are_counted_by_policy_and_drafter,
+    test_verification_steps_add_up_to_the_tokens_by_which_last_segments_are_counted,
 )
 
 pytestmark = pytest.mark.engine

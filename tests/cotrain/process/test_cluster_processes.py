@@ -121,6 +121,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from cotrain.actors.rewards import start_scorers
 from cotrain.config.schema import RunConfig
+from cotrain.loop.ledger import Group
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.scoring import Scoring
 from cotrain.process.cluster import Cluster
@@ -144,17 +145,22 @@ reactor = Reactor(cluster, 60.0)
 scorers = start_scorers(cluster, SimpleNamespace(call=lambda node, function, *args: function(*args)), config)
 cluster.get([one.starting for one in scorers])
 paid, lost, first = {}, [], [one._actor for one in scorers]
-scoring = Scoring(scorers, reactor, 30.0, lambda number, rewards, began: paid.update({number: rewards}), lambda *what: lost.append(what))
+scoring = Scoring(scorers, reactor, 30.0, lambda group, rewards: paid.update({group.number: rewards}),
+                  lambda group, reason: lost.append((group.number, reason)))
+
+def score(number, seconds, response):
+    scoring.add(Group(number, prompt=Prompt(f"{number}", [], seconds), rollouts=[SimpleNamespace(text=response)]))
+
 reactor.until(lambda: all(one.ready for one in scoring._scorers))
 began = time.monotonic()
 for number in range(6):
-    scoring.add(number, Prompt(f"{number}", [], 0.5), ["x" * number])
+    score(number, 0.5, "x" * number)
 reactor.until(lambda: len(paid) == 6)
 found = {"seconds": time.monotonic() - began, "paid": paid}
 for number in range(6, 12):
-    scoring.add(number, Prompt(f"{number}", [], 0.01), ["kills once" if number == 6 else "y" * number])
+    score(number, 0.01, "kills once" if number == 6 else "y" * number)
 reactor.until(lambda: len(paid) + len(lost) == 12)
-scoring.add(6, Prompt("6", [], 0.01), ["kills once"])
+score(6, 0.01, "kills once")
 reactor.until(lambda: len(paid) == 12 and all(one.ready for one in scoring._scorers))
 found |= {"paid later": paid, "lost": lost, "same process": [one._actor is actor for one, actor in zip(scorers, first)]}
 found["processes"] = len({line.split()[-1] for line in Path("scored").read_text().splitlines()})
