@@ -126,6 +126,11 @@ def find_problems(
         problems.append(
             'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "dflash", "dspark", "mtp" or "draft_model"'
         )
+    if not train and drafter is not None and drafter.train_every > config.steps:
+        problems.append(
+            f"drafter.train_every: {drafter.train_every} is more than steps = {config.steps}, so that nothing would be trained; "
+            "lower it, or raise steps"
+        )
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))
     problems += _problems(_check_vllm, config)

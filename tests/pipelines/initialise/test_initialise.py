@@ -25,6 +25,7 @@ def test_a_dry_run_prints_the_configuration(tmp_path, capsys):
     [
         (["drafter=none"], "drafter: `cotrain init` trains a drafter; add [drafter.model]"),
         (["init.tokens=1000"], "init: unknown field"),
+        (["drafter.train_every=4"], "drafter.train_every: 4 is more than steps = 3"),
         (["task=none", "task.type=dataset", "task.path=/no.jsonl"], "task.path: no file or folder"),
         (["drafter.init=/nowhere"], "drafter.init: /nowhere has no config.json"),
     ],
