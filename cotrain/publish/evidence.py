@@ -1,7 +1,7 @@
 """The evidence for a decision on the drafter: what one step shows of the drafters, and the record of the one that serves."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS
 from cotrain.publish.acceptance import ExpectedAcceptance
@@ -84,5 +84,8 @@ class Evidence:
     """Scores of the serving drafter and the candidate, on the same rollouts of this step and perhaps of those before."""
     expected: ExpectedAcceptance | None = None
     """Expected acceptance of the serving drafter in this step; None if too few rollouts could be scored."""
+    sent: Mapping[str, str] = field(default_factory=dict)  # digests of the drafter's tensors as they were sent
+    served: Sequence[Mapping[str, str]] = ()
+    """The digests of these tensors in each engine; empty in steps in which nothing is read back."""
     known: Collection[Versions] = ()
     """Other versions that may have generated rollouts of this step, if rollouts continue while weights change."""

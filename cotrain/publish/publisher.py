@@ -21,6 +21,10 @@ from cotrain.publish.evidence import Evidence, FreshScores, Publication
 from cotrain.records import RolloutBatch, SwapReport, WeightPayload, WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 
+DELIVERY_CHECK_STEPS = 10
+"""Steps between read-backs of the served drafter weights, besides the read-back of each update. What is lost in between (sleep,
+a reload) costs acceptance only, and a read-back takes about as long as a swap."""
+
 DRAFTER_FILE = "drafter.safetensors"
 """Name of the file that brings drafter weights to the engines, in the shared-memory folder of the trainer's node."""
 
@@ -43,6 +47,7 @@ def publisher_spec(config: RunConfig) -> PublisherSpec:
 class Engines(Protocol):
     """All engines that the drafter serves; see RolloutEngines."""
 
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]: ...
     def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None: ...
     def clear_drafter_cache(self) -> None: ...
     def update_drafter(
@@ -82,16 +87,18 @@ class Publisher:
 
         Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the one they have.
         """
-        serving, spec, current = self.serving, self._spec, self._current
-        versions = current.versions
+        serving, spec, current, versions = self.serving, self._spec, self._current, self._current.versions
         batch = replace(batch, rollouts=[last_segment(rollout, spec.recomputes) for rollout in batch.rollouts])
         keep = {versions.drafter, serving.last_good}
         scores, metrics = self._trainer.take_in(batch.features, versions.drafter, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.
         served_by = np.array(scores.served_by) == versions.drafter
         expected = expected_of(scores.serving, scores.prompts, served_by)
+        sent = current.drafter.digests if current.drafter else {}
+        reads_back = sent and step % DELIVERY_CHECK_STEPS == 0
+        served = self._engines.served_digests(sorted(sent), True) if reads_back else []
         gathered = scores.gathered or scores
-        evidence = Evidence(step, batch, versions, serving, gathered, expected, current.earlier)
+        evidence = Evidence(step, batch, versions, serving, gathered, expected, sent, served, current.earlier)
         outcome = decide(evidence, spec.drafter, spec.total_steps)
         self.serving = outcome.serving
         if outcome.failure is not None:

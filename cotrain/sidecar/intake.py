@@ -138,6 +138,10 @@ class Engines:
         """Switch drafting off, which is all that the publisher asks for."""
         self._write(replace(self._offer, on=False))
 
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
+        """Return nothing: a host's engines read back each update themselves."""
+        return []
+
     def clear_drafter_cache(self) -> None:
         """Do nothing: a host's cache is its own."""
 

@@ -1,5 +1,7 @@
 """Faults 1, 2, 4 and 6 on a real engine: drafter updates that are wrong, broken, scrambled, or lost later on."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,10 +22,10 @@ STEPS = 100
 """Length of the run that false alarms are shared out over."""
 
 
-def alarms_of(live: LiveEngine, batch: RolloutBatch, good: RolloutBatch) -> list[Alarm]:
+def alarms_of(live: LiveEngine, batch: RolloutBatch, good: RolloutBatch, **read_back: Any) -> list[Alarm]:
     """Alarms of one step, where the drafter is expected to do what it did in `good`."""
     expected = expected_from(good.rollouts)
-    evidence = evidence_of(batch, live.engine.versions, expected=expected)
+    evidence = evidence_of(batch, live.engine.versions, expected=expected, **read_back)
     return check_step(evidence, DrafterConfig(model={"type": "eagle3"}), total_steps=STEPS)
 
 
@@ -124,10 +126,27 @@ def test_6_weights_lost_by_the_engine(
     fresh: LiveEngine, fitted_drafter: Drafter, untrained_drafter: Drafter, fault: Fault
 ) -> None:
     """What sleep and wake leave behind: the first drafter again, under the version number of the newest."""
+    sent = fresh.payload(fitted_drafter.state_for_serving())
+    fresh.run(fresh.engine.update_drafter(sent, fresh.engine.versions.drafter + 1))
+    good = fresh.generate(make_requests(16))
+    lost = fresh.payload(untrained_drafter.state_for_serving())
+    fresh.run(fresh.engine.update_drafter(lost, fresh.engine.versions.drafter))
+
+    batch = fresh.generate(make_requests(16))
+    read_back = fresh.run(fresh.engine.served_digests(sorted(sent.digests), draft=True))
+    alarms = alarms_of(fresh, batch, good, sent=sent.digests, served=[read_back])
+    assert "weights_differ" in [alarm.name for alarm in alarms]
+    assert not any(alarm.fatal for alarm in alarms)
+    fault("6a", "drafter weights lost, digests read back", "weights_differ", steps=1)
+
+
+def test_6_weights_lost_and_never_read_back(
+    fresh: LiveEngine, fitted_drafter: Drafter, untrained_drafter: Drafter, fault: Fault
+) -> None:
     fresh.send_drafter(fitted_drafter.state_for_serving())
     good = fresh.generate(make_requests(16))
     lost = fresh.payload(untrained_drafter.state_for_serving())
     fresh.run(fresh.engine.update_drafter(lost, fresh.engine.versions.drafter))
     alarms = alarms_of(fresh, fresh.generate(make_requests(16)), good)
     assert {alarm.name for alarm in alarms} <= {"acceptance_collapsed", "acceptance_below_expected"} and alarms
-    fault("6", "drafter weights lost by sleep and wake", alarms[0].name, steps=1)
+    fault("6b", "drafter weights lost, only acceptance shows it", alarms[0].name, steps=1)

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from cotrain.records import (
     RolloutBatch,
     RolloutRequest,
     Versions,
+    WeightPayload,
     Window,
 )
 from cotrain.run.checkpoint import RunState, latest_checkpoint
@@ -297,13 +299,18 @@ def test_a_step_that_waited_for_nothing_tells_no_speed(resume_with_scored_groups
     assert not {"rollout/tokens_per_s", "idle/rollout_0"} & row.keys() and row["idle/policy"] >= 0
 
 
-def test_with_lag_a_step_ends_while_the_drafter_still_trains(resume_with_scored_groups: Any) -> None:
-    """A step without ended groups trains too."""
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_step_without_ended_groups_still_reads_the_weights_back_and_trains(
+    resume_with_scored_groups: Any, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    monkeypatch.setattr("cotrain.publish.publisher.DELIVERY_CHECK_STEPS", 4)
     world = World(GOOD)
     controller = resume_with_scored_groups(world)
-    go(controller, 4)
-    [row] = read_rows(controller.run_dir.metrics)
-    assert world.calls == ["take_in", "train"] and "drafter/updates" not in row
+    world.current.record_drafter(WeightPayload("", 0, {"fc.weight": "0"}), 0)
+    world.lost = lost
+    with pytest.raises(DrafterAlarm, match="weights_differ") if lost else nullcontext():
+        go(controller, 4)
+    assert world.calls == ["take_in", *([] if lost else ["train"])]
 
 
 def test_what_cannot_be_saved_ends_the_run_before_its_first_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ class World:
         self.served_as: dict[int, float] = {}
         """Versions that the engines serve with another skill than they were trained to."""
         self.refuses: set[int] = set()
+        self.lost = False
         self.num_speculative_tokens = DRAFT_TOKENS
         self.calls: list[str] = []
         self.step = 0
@@ -140,6 +141,9 @@ class World:
         self.sent_rates = expected_rates
         self.current.record_drafter(payload, drafter_version)
         return SwapReport(0.1, payload.num_bytes)
+
+    def served_digests(self, names: list[str], draft: bool) -> list[dict[str, str]]:
+        return [{"fc.weight": "lost" if self.lost else str(self.serving)}] * 2
 
     def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         self.num_speculative_tokens = DRAFT_TOKENS if num_speculative_tokens is None else num_speculative_tokens

@@ -219,6 +219,17 @@ def test_lag_over_its_limit_is_an_alarm(drafter: dict[str, Any], allowed: int) -
     assert after(allowed + 1) == ([] if drafter == {"train": False} else ["drafter_lags"])
 
 
+def test_each_engine_must_serve_what_was_sent() -> None:
+    sent = {"fc.weight": "a", "norm.weight": "b"}
+    same, lost, absent = dict(sent), sent | {"norm.weight": "c"}, {"fc.weight": "a"}
+    assert alarms_of(evidence(healthy(), sent=sent, served=[same, same])) == []
+    for other in (lost, absent):
+        [alarm] = check_step(evidence(healthy(), sent=sent, served=[same, other]), DRAFTER, STEPS)
+        assert (alarm.name, alarm.fatal) == ("weights_differ", False)
+        assert "engines [1]" in alarm.what
+        assert "norm.weight" in alarm.what
+
+
 def test_a_rollout_of_another_version_is_an_alarm_and_of_another_policy_a_fatal_one() -> None:
     rollouts = healthy()
     for other, fatal in ((Versions(7, 4), False), (Versions(6, 5), True)):

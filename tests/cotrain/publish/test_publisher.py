@@ -207,6 +207,15 @@ def test_a_healthy_run_raises_no_alarm(new_publisher: Any) -> None:
     assert "alarm" not in [kind for row in kinds(run(new_publisher(world), world, range(1, 31))) for kind in row]
 
 
+def test_lost_weights_are_found_by_reading_them_back(new_publisher: Any) -> None:
+    world = World(GOOD)
+    publisher = new_publisher(world, train=False)
+    world.lost = True
+    run(publisher, world, range(1, 10))
+    with pytest.raises(DrafterAlarm, match=r"weights_differ: engines \[0, 1\] serve 1 drafter tensors otherwise"):
+        run(publisher, world, [10])
+
+
 def test_a_drafter_that_is_no_longer_judged_raises_the_lag_alarm(new_publisher: Any) -> None:
     """Every candidate has weights that are not finite: the policy moves away from the drafter that serves."""
     world = World(GOOD, learns=0.0)
