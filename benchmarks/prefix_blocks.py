@@ -24,7 +24,7 @@ from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
 from cotrain.process import threads
 from cotrain.process.scratch import scratch_folder
-from cotrain.records import RolloutRequest
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest
 
 
 class CountingEngine(RolloutEngine):
@@ -39,10 +39,13 @@ class CountingEngine(RolloutEngine):
         times = [process.cpu_times() for process in self._processes if process.is_running()]
         return sum(t.user + t.system for t in times)
 
-    async def _outputs(self, requests: dict[str, RolloutRequest], *args: Any, **options: Any) -> list[Any]:
-        outputs = await super()._outputs(requests, *args, **options)
-        self.cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
-        return outputs
+    async def generate(self, requests: list[RolloutRequest], **options: Any) -> RolloutBatch:
+        self.cached_tokens = 0
+        return await super().generate(requests, **options)
+
+    def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
+        self.cached_tokens += output.num_cached_tokens or 0
+        return super()._rollout(request, output)
 
 
 async def measure(options: argparse.Namespace, scratch: Path) -> None:

@@ -6,7 +6,7 @@ on a single one.
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,12 @@ BACKEND = "nccl" if GPUS > 2 else "ipc" if GPUS == 1 else "gloo"
 class GlooPolicyActor(PolicyActor):
     """A learner in whose process the sender is gloo's."""
 
-    def start(self, learner_class: str, arguments: dict[str, Any]) -> None:
+    def start(self, create: Callable[[], Any]) -> None:
         from cotrain.engine import policy_sender
         from tests.engine.gloo_transfer import GlooInitInfo
 
         policy_sender.NCCLTrainerInitInfo = GlooInitInfo  # type: ignore[misc]
-        super().start(learner_class, arguments)
+        super().start(create)
 
 
 @pytest.fixture(scope="module")

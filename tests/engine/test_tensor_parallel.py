@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.served import of_all_ranks
 from cotrain.engine.tap_admission import TapRequest
 from cotrain.engine.worker import EngineWorker
 from cotrain.engine.worker_extension import CotrainWorker
@@ -94,7 +95,7 @@ class Faulty(EngineWorker):
     def kept(self) -> list[list[str]]:
         """Names of the files that each rank keeps."""
         folder = self.weights[False]._kept.parent
-        return self.weights[False].of_all_ranks(sorted(f"{folder.name}/{path.name}" for path in folder.iterdir()))
+        return of_all_ranks(sorted(f"{folder.name}/{path.name}" for path in folder.iterdir()))
 
 
 class FaultyWorker(CotrainWorker):
