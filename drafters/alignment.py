@@ -86,7 +86,7 @@ class Alignment:
         """Return a random share of the starts, at least one, over the same context, in runs of starts that follow one another.
 
         Starts of a run share their target rows: k draft positions after a run of n starts need n + k - 1 of the target's
-        distributions and not n k, and these cost more than the drafter (docs/measurements/block.md).
+        distributions and not up to n k, and these are a large part of what an update costs (docs/measurements/block.md).
         """
         num_starts = len(self.start_rows)
         wanted = max(1, round(share * num_starts))
