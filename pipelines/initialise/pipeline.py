@@ -177,7 +177,7 @@ class Initialisation:
         return True
 
     async def _figures(self, engine: RolloutEngine, trainer: DrafterTrainer) -> dict[str, Any]:
-        """Serve the last version on the prompts of one more step, which it was not trained on. Returns what init.json says of it."""
+        """Serve the last version on the responses of one more step, which it was not trained on. Returns what init.json says of it."""
         version, rows = trainer.drafter_version, read_rows(self.run_dir.metrics)
         payload = trainer.write_payload(Path(engine.spec.scratch) / "drafter.safetensors", version)
         await engine.update_drafter(payload, version)
@@ -185,7 +185,7 @@ class Initialisation:
         await engine.reset_prefix_cache()  # what was cached without speculation has no drafter KV
         # Their requests have no seeds, since vLLM cannot seed sampled drafts.
         requests = [replace(request, seed=None) for request in self.requests(self.config.steps + 1)]
-        with self.console.phase("the drafter, served on held-out prompts"):
+        with self.console.phase("the drafter, served on fresh responses"):
             batch = await engine.generate(requests)
         scores, _ = trainer.take_in(batch.features, version, keep=(), judged=0)
         rates, served = scores.serving[-1].rates(), batch.speculation
@@ -208,7 +208,7 @@ def summary(figures: dict[str, Any], config: RunConfig, folder: Path, registered
     expected, served = figures["expected_acceptance_length"], figures["served_acceptance_length"]
     k, method = config.rollout.num_speculative_tokens, config.rollout.draft_sample_method
     lines = {
-        "vocabulary": f"covers {figures['vocabulary_coverage']:.2%} of the held-out response tokens",
+        "vocabulary": f"covers {figures['vocabulary_coverage']:.2%} of fresh response tokens",
         "acceptance": f"expected {expected:.3f}, served {served:.3f} tokens per verification step at k = {k}, {method}; "
         f"1 is no gain, {k + 1} the most",
         "drafter": f"{folder}; serves in stock vLLM as it is",

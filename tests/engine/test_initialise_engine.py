@@ -52,7 +52,7 @@ def test_ctrl_c_keeps_the_steps_and_a_resume_finishes(stopped_and_resumed: tuple
     assert "stopping after this step" in stopped and "cotrain init --resume first" in stopped
     assert [row["step"] for row in read_rows(run / "rollouts.jsonl")] == [*range(1, 7)]
     assert "step 1/6" not in resumed and re.search(r"step 6/6 .*p0 d6 .*loss ", resumed)
-    assert "covers 100.00% of the held-out response tokens" in resumed
+    assert "covers 100.00% of fresh response tokens" in resumed
     assert f"drafter.init={run}/drafter" in resumed
     assert "WARNING" not in resumed
 
