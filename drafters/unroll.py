@@ -140,7 +140,6 @@ def unroll(
     """
     first, last, rows = layers[0].self_attn, layers[-1], alignment.context_rows
     dtype, window = first.o_proj.weight.dtype, first.sizes.sliding_window or WHOLE_TEXT
-    order = batch.document_ids * 2 * WHOLE_TEXT + batch.positions  # rises from row to row
 
     def embed(rows: Tensor) -> Tensor:
         return embedding.detach()[batch.token_ids[rows]].to(dtype)
@@ -163,8 +162,8 @@ def unroll(
         none = context[0].new_empty(len(x), 0, *context[0].shape[1:])
         keys, values = (torch.cat([none, *(t[:, None] for t in own[i::2][-window:])], 1) for i in (0, 1))
         queries = layer.self_attn.queries(x, positions)[:, None]
-        first_seen = torch.searchsorted(order[rows], order[of.start_rows[starts]] + position + 1 - window)
-        attended = attend(queries, context, (keys, values), of, starts, first_seen)
+        seen = first_seen(batch, rows, of.start_rows[starts], window - position - 1)
+        attended = attend(queries, context, (keys, values), of, starts, seen)
         hidden = layer.finish(attended[:, 0], residual, x)
         normed = norm(hidden) if layer is last else hidden
         return normed if recycles_normed else hidden, normed, *own[-2:]
@@ -175,14 +174,19 @@ def unroll(
         contexts.append((keys, values))
         if layer is not last:
             hidden, _ = in_chunks(draft, hidden, [], layer, 0, alignment.of_context(batch), contexts[-1])
-    outputs: list[Tensor] = []
-    own: list[list[Tensor]] = [[] for _ in layers]
+    outputs, own = list[Tensor](), [list[Tensor]() for _ in layers]
     for position in range(len(alignment.supervised)):
         for layer, context, kept in list(zip(layers, contexts, own, strict=True))[0 if position else -1 :]:
             hidden, normed, *own_here = in_chunks(draft, hidden, kept, layer, position, alignment, context)
             kept += own_here
         outputs.append(normed)
     return outputs
+
+
+def first_seen(batch: DraftBatch, rows: Tensor, starts: Tensor, reach: int) -> Tensor:
+    """Return the place among the context rows of the first one [S] that is at most `reach` positions before each start."""
+    order = batch.document_ids * 2 * WHOLE_TEXT + batch.positions  # rises from row to row
+    return torch.searchsorted(order[rows], order[starts] - reach)
 
 
 def in_chunks(draft: Callable[..., Any], hidden: Tensor, own: Sequence[Tensor], *args: Any) -> Iterator[Tensor]:

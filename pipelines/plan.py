@@ -28,7 +28,8 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
         raise ValueError(
             f'cluster.address: a run on --nodes {nodes} joins a Ray cluster; set it to "auto" or HOST:PORT, or say --nodes 1'
         )
-    device, gpus = place(config, [gpus_per_node] * nodes)
+    gpus = place(config, [gpus_per_node] * nodes)
+    device = "cuda" if gpus else "cpu"
     roles, bundles, strategy = roles_of(config), bundles_of(config, gpus), config.cluster.strategy
     free = {f"node {i}": {"CPU": float(len(roles)), "GPU": float(gpus_per_node)} for i in range(1, nodes + 1)}
     chosen = nodes_for(bundles, free, strategy)

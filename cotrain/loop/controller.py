@@ -14,7 +14,7 @@ from cotrain.acceptance_stats import counts_by_depth
 from cotrain.actors.learner import Pending
 from cotrain.config.schema import RunConfig
 from cotrain.loop.checks import Checks
-from cotrain.loop.ledger import Group, check_lag
+from cotrain.loop.ledger import Group, check_lag, reward_queue_s
 from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.roles import Roles
 from cotrain.loop.saving import Checkpoints
@@ -139,7 +139,7 @@ class Controller:
         stream = self.producer.metrics()
         with clock.phase(waiting := "wait_for_rollouts" if lag else "generate"):
             groups = self._take()
-        clock.seconds["reward_queue"] = min(self.producer.reward_queue_s, clock.seconds[waiting])
+        clock.seconds["reward_queue"] = min(reward_queue_s(groups), clock.seconds[waiting])
         self.producer.windows.waited(clock.seconds.get("wait_for_rollouts", 0.0))
         scored = self._scored(groups)
         rollouts = [one.rollout for one in scored]

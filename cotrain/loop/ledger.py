@@ -6,7 +6,7 @@ g // P steps are, so none of its tokens is older than L policy versions (docs/gu
 generated again under the same number. It starts later then, so its tokens are newer and the bound still holds.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,7 +40,6 @@ class Group:
     prompt: Prompt = NO_PROMPT
     rollouts: list[Rollout] = field(default_factory=list)  # those of its last attempt, once they are there
     rewards: list[float] = field(default_factory=list)
-    failure: TaskFailed | None = None
     finished_at: float = 0.0  # when its responses were there; 0 in a group that was restored
     scorer_began_at: float = 0.0  # when a scorer began on them
 
@@ -58,6 +57,7 @@ class Ledger:
         self.groups: dict[int, Group] = {}
         self._in_state: Counter[State] = Counter()
         self._scored: Counter[int] = Counter()  # scored groups by step, counted from 0
+        self._failed: dict[int, dict[int, TaskFailed]] = defaultdict(dict)  # by step and group
 
     def admit(self) -> list[Group]:
         """Admit a group for each free slot, but none beyond the last step of the run. Returns the new groups."""
@@ -94,10 +94,20 @@ class Ledger:
             raise RunFailure(f"{sum(counted.values())} of {self.admitted} groups were lost ({reasons})")
         return group
 
+    def fail(self, number: int, failure: TaskFailed) -> None:
+        """Note that the prompt or the reward of a group has failed, which ends the run in the group's step."""
+        self._failed[number // self._prompts_per_step][number] = failure
+
     def take(self) -> list[Group] | None:
-        """Mark the next step's groups as taken and return them in order; None until all of them are scored."""
-        if self.scored(self.served) < self._prompts_per_step:
+        """Mark the next step's groups as taken and return them in order; None until all of them are scored.
+
+        Raises the TaskFailed of the first that has failed, when all that are not scored have failed.
+        """
+        failed = self._failed.get(self.served, {})
+        if self._scored[self.served] + len(failed) < self._prompts_per_step:
             return None
+        if failed:
+            raise failed[min(failed)]
         first = self.served * self._prompts_per_step
         return [self.move(number, "taken") for number in range(first, first + self._prompts_per_step)]
 
@@ -117,10 +127,6 @@ class Ledger:
         """How many groups are in any of these states."""
         return sum(self._in_state[state] for state in states)
 
-    def scored(self, step: int) -> int:
-        """How many groups of a step, counted from 0, are scored and not yet taken."""
-        return self._scored[step]
-
     def describe(self) -> str:
         """Say how many groups are in each state, for an error message."""
         oldest = min(self.groups, default=None)
@@ -133,6 +139,11 @@ class Ledger:
         self._in_state[state] += 1
         self._scored[group.number // self._prompts_per_step] += (state == "scored") - (group.state == "scored")
         group.state = state
+
+
+def reward_queue_s(groups: Sequence[Group]) -> float:
+    """Return the seconds after the last response of these groups in which one of them waited for a busy scorer."""
+    return max(0.0, max(group.scorer_began_at for group in groups) - max(group.finished_at for group in groups))
 
 
 def check_lag(rollouts: Sequence[Rollout], served: Versions, max_policy_lag: int) -> None:

@@ -66,12 +66,8 @@ class Producer:
         self.lengths = LengthHistory(saved["lengths"]["logs"])  # how long the responses to each prompt were
         self._saved = {row["number"]: row for row in saved["groups"]}
         """Groups that were scored before the run was resumed, until they are admitted again."""
-        self._failed: dict[int, list[Group]] = defaultdict(list)
-        """Groups whose prompt or reward has failed, by step; those of a step end the run together."""
         self._queue: deque[Group] = deque()
         self._outstanding = [0] * rollout.num_engines  # requests that each engine has not finished
-        self.reward_queue_s = 0.0
-        """Seconds after the last response of the taken step in which groups of it waited for a busy scorer."""
         self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._start_over)
         roles.reactor.watch(self._tick, self.ledger.describe)
 
@@ -103,32 +99,11 @@ class Producer:
         return group.number // self._config.rollout.prompts_per_step, -expected, group.number
 
     def take(self) -> list[Group] | None:
-        """Take the groups of the next step, in order; None until all of them are scored.
-
-        Raises TaskFailed when those that are not scored have failed.
-        """
+        """See Ledger.take."""
         groups = self.ledger.take()
-        if groups is None and (failure := self._failure()) is not None:
-            raise failure
-        if groups is None:
-            return None
-        for group in groups:
+        for group in groups or ():
             self._event("taken", group.number)
-        queue = max(group.scorer_began_at for group in groups) - max(group.finished_at for group in groups)
-        self.reward_queue_s = max(0.0, queue)
         return groups
-
-    def _failure(self) -> TaskFailed | None:
-        """Return the first failure in the next step, if all of its groups that are not scored have failed."""
-        step = self.ledger.served
-        failed = self._failed.get(step, [])
-        if not failed or len(failed) + self.ledger.scored(step) < self._config.rollout.prompts_per_step:
-            return None
-        return min(failed, key=lambda group: group.number).failure
-
-    def _fail(self, group: Group, failure: TaskFailed) -> None:
-        group.failure = failure
-        self._failed[group.number // self._config.rollout.prompts_per_step].append(group)
 
     def release(self) -> None:
         """Free the slots of the taken step, now that its weights are served."""
@@ -170,7 +145,7 @@ class Producer:
             try:
                 of_engine[engine].append((group, self._requests(group)))
             except ValueError as error:
-                self._fail(group, TaskFailed(str(error)))
+                self.ledger.fail(group.number, TaskFailed(str(error)))
                 continue
             self._outstanding[engine] += self._config.rollout.samples_per_prompt
         for engine, groups in of_engine.items():
@@ -239,7 +214,7 @@ class Producer:
 
     def _scored(self, group: Group, rewards: list[float] | TaskFailed) -> None:
         if isinstance(rewards, TaskFailed):
-            return self._fail(group, rewards)
+            return self.ledger.fail(group.number, rewards)
         group.rewards = rewards
         lengths = [len(rollout.token_ids) for rollout in group.rollouts]
         cut = [rollout.finish_reason == "length" for rollout in group.rollouts]

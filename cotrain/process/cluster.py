@@ -75,8 +75,8 @@ def weight_transfer(config: RunConfig, gpus_of_nodes: Sequence[int]) -> str:
     return "ipc" if num_gpus == 1 else "files"
 
 
-def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[str, float]]:
-    """Return the device of all roles, "cpu" if there is no GPU and else "cuda", and the GPUs of each role that needs any.
+def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> dict[str, float]:
+    """Return the GPUs of each role that needs any; none if there are no GPUs.
 
     An engine with several tensor-parallel ranks has a GPU for each, all on one node. The other roles have a GPU each if there
     are enough, and else share. If just one GPU is missing, the drafter's trainer and the last learner process have half of one
@@ -88,7 +88,7 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
         needs = f"{needed} GPUs for engines and learner" if transfer == "nccl" else "one GPU that all roles share"
         raise ValueError(f'policy.weight_transfer: "{transfer}" needs {needs}, there are {num_gpus}; set it to "files"')
     if not num_gpus:
-        return "cpu", {}
+        return {}
     engines = [role for role in roles_of(config) if role.startswith("rollout") and ranks > 1]
     others = [role for role in roles_of(config) if role not in engines and not role.startswith("rewards")]
     left = num_gpus - ranks * len(engines)
@@ -102,7 +102,7 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> tuple[str, dict[st
     gpus = dict.fromkeys(others, 1.0 if left >= len(others) else int(1000 / math.ceil(len(others) / left)) / 1000)
     if config.drafter is not None and left == len(others) - 1:
         gpus |= dict.fromkeys(others, 1.0) | dict.fromkeys(others[-2:], 0.5)
-    return "cuda", gpus | dict.fromkeys(engines, float(ranks))
+    return gpus | dict.fromkeys(engines, float(ranks))
 
 
 def free_port() -> int:
@@ -146,10 +146,15 @@ class Cluster:
             self._ray._private.worker.print_to_stdstream = self._log_of_ray
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
             gpus = [int(node["Resources"].get("GPU", 0)) if engine_device() == "cuda" else 0 for node in nodes]
-            self.device, self.gpus = place(config, gpus)
+            self.gpus = place(config, gpus)
             self.weight_transfer = weight_transfer(config, gpus)
             self._group, self.node_of = reserve(config, self.gpus)
             self._stack = stack.pop_all()
+
+    @property
+    def device(self) -> str:
+        """The device of all roles: "cuda", or "cpu" if there is no GPU."""
+        return "cuda" if self.gpus else "cpu"
 
     @property
     def local_node(self) -> str:

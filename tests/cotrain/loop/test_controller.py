@@ -152,7 +152,9 @@ def test_a_step_that_busy_scorers_hold_up_names_the_field(start: Any, monkeypatc
         taken = take()
         if taken is not None:
             time.sleep(0.3)
-            controller.producer.reward_queue_s = queue.pop(0)
+            waited = queue.pop(0)
+            for group in taken:
+                group.scorer_began_at = group.finished_at + waited
         return taken
 
     monkeypatch.setattr(controller.producer, "take", slowly)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cotrain.loop.ledger import reward_queue_s
 from cotrain.process.failures import RunFailure
 from cotrain.run.rows import read_rows
 from cotrain.tasks.prompts import PromptOrder
@@ -68,8 +69,8 @@ def test_a_step_knows_how_long_its_groups_waited_for_busy_scorers(new: Any, scor
         stream._answer_all([one for one in references if one.what[0] != "score"] or references[:scorers])
 
     stream.cluster.happens = happens
-    stream.step()
-    assert stream.producer.reward_queue_s >= 0.02 * (P - 1) if scorers == 1 else stream.producer.reward_queue_s < 0.02
+    waited = reward_queue_s(stream.step())
+    assert waited >= 0.02 * (P - 1) if scorers == 1 else waited < 0.02
 
 
 def test_a_scorer_that_dies_costs_its_group_and_in_the_end_another_prompt_takes_its_place(new: Any) -> None:

@@ -33,12 +33,12 @@ def sized(run_config, engines: int = 1, learners: int = 1, ranks: int = 1, **cha
     return config.model_copy(update={"rollout": rollout, "policy": policy})
 
 
-def placed(run_config, nodes: list[int], *args, **changes) -> tuple[str, dict[str, float]]:
+def placed(run_config, nodes: list[int], *args, **changes) -> dict[str, float]:
     return place(sized(run_config, *args, **changes), nodes)
 
 
 def test_without_a_gpu_everything_is_on_the_cpu(run_config):
-    assert placed(run_config, [0, 0], ranks=2) == ("cpu", {})
+    assert placed(run_config, [0, 0], ranks=2) == {}
 
 
 def test_the_build_of_vllm_decides_on_the_device(monkeypatch, tmp_path):
@@ -66,7 +66,7 @@ def test_the_build_of_vllm_decides_on_the_device(monkeypatch, tmp_path):
 def test_weights_pass_between_gpus_only_where_each_role_can_reach_them(run_config, transfer, num_gpus, problem):
     policy = {"model": "tiny:llama", "weight_transfer": transfer}
     with pytest.raises(ValueError, match=problem) if problem else nullcontext():
-        assert placed(run_config, [num_gpus], policy=policy)[0] == "cuda"
+        assert placed(run_config, [num_gpus], policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +94,21 @@ def test_policies_go_from_gpu_to_gpu_where_that_works_unless_a_user_says_otherwi
 
 def test_every_process_gets_a_gpu_when_there_are_enough(run_config):
     roles = ["rollout_0", "policy", "drafter"]
-    assert placed(run_config, [3]) == ("cuda", dict.fromkeys(roles, 1))
-    _, gpus = placed(run_config, [4, 4], engines=4, learners=2)
+    assert placed(run_config, [3]) == dict.fromkeys(roles, 1)
+    gpus = placed(run_config, [4, 4], engines=4, learners=2)
     assert set(gpus.values()) == {1} and len(gpus) == 7
 
 
 def test_a_run_without_drafter_needs_one_process_less(run_config):
-    assert placed(run_config, [2], drafter=None) == ("cuda", {"rollout_0": 1, "policy": 1})
+    assert placed(run_config, [2], drafter=None) == {"rollout_0": 1, "policy": 1}
 
 
 def test_each_rank_of_an_engine_has_a_gpu_and_the_others_share_the_rest(run_config):
-    _, gpus = placed(run_config, [4, 2], engines=2, ranks=2)
+    gpus = placed(run_config, [4, 2], engines=2, ranks=2)
     assert gpus == {"rollout_0": 2, "rollout_1": 2, "policy": 1, "drafter": 1}
-    _, gpus = placed(run_config, [4, 1], engines=2, ranks=2, learners=2)
+    gpus = placed(run_config, [4, 1], engines=2, ranks=2, learners=2)
     assert gpus == {"rollout_0": 2, "rollout_1": 2, "policy_0": 0.333, "policy_1": 0.333, "drafter": 0.333}
-    _, gpus = placed(run_config, [4, 2], engines=2, ranks=2, learners=2)
+    gpus = placed(run_config, [4, 2], engines=2, ranks=2, learners=2)
     assert gpus == {"rollout_0": 2, "rollout_1": 2, "policy_0": 1, "policy_1": 0.5, "drafter": 0.5}
 
 
@@ -123,7 +123,7 @@ def test_an_engine_that_no_node_has_room_for_is_refused(run_config, nodes, ranks
 @pytest.mark.parametrize(("engines", "learners"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 def test_all_processes_find_room(run_config, num_gpus, engines, learners):
     """Ray gives a process its share of one GPU; a share that only fits in sum would leave an actor pending forever."""
-    _, gpus = placed(run_config, [num_gpus], engines, learners)
+    gpus = placed(run_config, [num_gpus], engines, learners)
     shares = gpus.values()
     assert len(shares) == engines + learners + 1
     room = [1.0] * num_gpus
@@ -139,14 +139,14 @@ def nodes(*gpus: float) -> dict[str, dict[str, float]]:
 
 def test_packing_fills_a_node_before_the_next_and_an_engine_is_on_one(run_config):
     config = sized(run_config, 3, 2, 3)
-    bundles = bundles_of(config, place(config, [16])[1])
+    bundles = bundles_of(config, place(config, [16]))
     assert nodes_for(bundles, nodes(4, 8, 3), "PACK") == ["n1", "n1", "n0", "n1", "n1", "n0", "n1"]
     assert nodes_for(bundles, nodes(2, 2, 2, 2, 8), "PACK") is None
 
 
 def test_spreading_gives_each_node_as_many(run_config):
     config = sized(run_config, 4, 3)
-    chosen = nodes_for(bundles_of(config, place(config, [8])[1]), nodes(4, 4), "SPREAD")
+    chosen = nodes_for(bundles_of(config, place(config, [8])), nodes(4, 4), "SPREAD")
     assert chosen == ["n0", "n1"] * 4 + ["n0"]
     assert nodes_for([{"CPU": 1}] * 3, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") == ["a", "b", "b"]
     assert nodes_for([{"CPU": 1}] * 4, {"a": {"CPU": 1}, "b": {"CPU": 2}}, "SPREAD") is None

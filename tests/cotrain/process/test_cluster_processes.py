@@ -233,7 +233,7 @@ found = {}
 for strategy in ("PACK", "SPREAD"):
     sizes = ["rollout.num_engines=16", "policy.num_processes=16", "rollout.prompts_per_step=8"]
     config = load_config([CONFIG], [*sizes, f"cluster.strategy={strategy}"])
-    _, gpus = place(config, [8] * 4)
+    gpus = place(config, [8] * 4)
     while ray.available_resources().get("GPU") != 32:
         time.sleep(0.1)
     group, node_of = reserve(config, gpus)
