@@ -5,7 +5,7 @@
 Prints, for each engine, its decoding speed over that of a stock engine, and the same for the processor time of its engine core in all
 threads, which other programs on the machine disturb less. Ratios are those of a round, their geometric mean with its standard error;
 the difference is the median of the rounds. With --threads 1 and tiny:llama, whose own arithmetic is small, the difference is
-measured best, and it does not depend on the model.
+measured best, and it does not depend on the model. Each round is printed as it ends; Ctrl-C ends with the rounds that are whole.
 
 stock: vLLM's own scheduler, no drafter. watched: the same with cotrain's scheduler, which records steps. fixed: an engine with an
 EAGLE-3 drafter, two draft tokens at most, whose length is 0. for now: the same, but the length may rise in the middle of a request,
@@ -15,8 +15,9 @@ so the drafter's hidden states are put aside.
 import argparse
 import asyncio
 import os
+import sys
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -77,8 +78,8 @@ def processor_seconds(process: int) -> float:
     return time.clock_gettime((~process << 3) | 2)  # what clock_getcpuclockid returns
 
 
-async def compare(args: argparse.Namespace, scratch: Path) -> dict[str, np.ndarray]:
-    """Figures of `Arm.measure` by arm, [rounds, 2]."""
+async def compare(args: argparse.Namespace, scratch: Path, found: dict[str, list[np.ndarray]]) -> None:
+    """Append the figures of `Arm.measure` to those of each arm, round by round."""
     import torch
 
     from cotrain.models.loading import resolve_model
@@ -99,7 +100,6 @@ async def compare(args: argparse.Namespace, scratch: Path) -> dict[str, np.ndarr
     ).tolist()
     requests = [RolloutRequest(f"p{i}", 0, prompt, None) for i, prompt in enumerate(prompts)]
     arms = [Arm(name, rollout, model, scratch / "drafter", drafter.serving, scratch) for name in args.arms]
-    found: dict[str, list[np.ndarray]] = {arm.name: [] for arm in arms}
     async with AsyncExitStack() as stack:
         for arm in arms:
             await arm.start()
@@ -109,7 +109,8 @@ async def compare(args: argparse.Namespace, scratch: Path) -> dict[str, np.ndarr
                 figures = await arm.measure(requests)
                 if round_ >= 0:
                     found[arm.name].append(figures)
-    return {name: np.array(rows) for name, rows in found.items()}
+            ends = " ".join(f"{name} {rows[-1][0]:.1f} ms" for name, rows in found.items() if rows)
+            print(f"round {round_ + 1} of {args.rounds} {ends}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -123,11 +124,16 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(threads.engine_environment(args.threads))
     about, load = here_and_now(), os.getloadavg()[0]
-    with scratch_folder("length-0") as scratch:
-        found = asyncio.run(compare(args, scratch))
+    measured: dict[str, list[np.ndarray]] = {name: [] for name in args.arms}
+    with scratch_folder("length-0") as scratch, suppress(KeyboardInterrupt):  # then with the rounds that are whole
+        asyncio.run(compare(args, scratch, measured))
+    whole = min(map(len, measured.values()))
+    if whole < 2:
+        sys.exit("two rounds are needed for an error")
+    found = {name: np.array(rows[:whole]) for name, rows in measured.items()}
     threads_ = f"{args.threads} thread{'s' * (args.threads > 1)}"
     print(
-        f"{args.model}, {args.requests} requests, {args.tokens} tokens, {args.rounds} rounds; {about['machine']['cpu']}, "
+        f"{args.model}, {args.requests} requests, {args.tokens} tokens, {whole} rounds; {about['machine']['cpu']}, "
         f"{threads_}, load {load:.1f} to {os.getloadavg()[0]:.1f}, {about['date']}\n"
     )
     print(table(found))
