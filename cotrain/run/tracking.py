@@ -41,7 +41,8 @@ class Outbox:
     """Entries on their way to one MLflow run, sent in order by a thread. What cannot be sent delays neither run nor entries.
 
     If an entry fails, the outbox writes a tag. If that fails too, the store is down: all entries wait, and each new one starts
-    another try. Otherwise the store refuses this entry alone, and the entries after it are sent.
+    another try. Otherwise the entry is sent once more, since the store may have come back in between. If that fails, the store
+    refuses this entry alone, and the entries after it are sent.
     """
 
     def __init__(self, write_tag: Callable[[str], Any], say: Callable[[str], None]):
@@ -78,12 +79,23 @@ class Outbox:
                     while len(self._waiting) > MOST_WAITING:
                         self._waiting.popleft()
                     return
+                self._send_again(entry)
             if self.is_down:
                 self.is_down = False
                 self.say("MLflow takes metrics again, and gets those that it has missed")
 
+    def _send_again(self, entry: Entry) -> None:
+        """Send an entry that failed; if it fails again, say that MLflow does not take it, once if names differ in numbers only."""
+        what = entry.what
+        try:
+            entry.sent.set_result(entry.send())
+        except Exception as error:
+            if re.sub(r"\d+", "", what) not in (re.sub(r"\d+", "", refused) for refused in self._refused):
+                self.say(f"MLflow does not take {what} ({in_short(error)}); the run goes on without it")
+            self._refused[what] = None
+
     def _is_store_down(self, what: str, error: Exception) -> bool:
-        """Say that MLflow does not take an entry; of entries whose names differ in numbers only, once."""
+        """Return whether the store takes no tag either, and say so once."""
         try:
             # The number makes the text a new one: a database that only reads would accept an old one.
             self._write_tag(f"{self._failures + 1} failures, the last one of {what}: {in_short(error)}")
@@ -93,9 +105,6 @@ class Outbox:
             self.is_down = True
             return True
         self._failures += 1
-        if re.sub(r"\d+", "", what) not in (re.sub(r"\d+", "", refused) for refused in self._refused):
-            self.say(f"MLflow does not take {what} ({in_short(error)}); the run goes on without it")
-        self._refused[what] = None
         return False
 
 

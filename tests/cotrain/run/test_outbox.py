@@ -4,7 +4,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from mlflow import MlflowClient
+from mlflow import MlflowClient, MlflowException
 
 from cotrain.process.cluster import free_port
 from cotrain.records import Versions
@@ -69,6 +69,22 @@ def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter, mon
     assert len(said) == 2 and said[0].startswith("MLflow takes no metrics (NewConnectionError(")
     assert said[0].endswith("; the run goes on, each step tries again") and "Connection refused" in said[0]
     assert said[1] == "MLflow takes metrics again, and gets those that it has missed"
+
+
+def test_what_failed_just_before_the_store_came_back_is_sent(run_config, client, monkeypatch):
+    said, failures = [], [MlflowException("Connection reset by peer")]
+    with Tracker(run_config(), say=said.append) as tracker:
+        log_batch = tracker._client.log_batch
+
+        def broken_once(*args, **options):
+            if failures:
+                raise failures.pop()
+            log_batch(*args, **options)
+
+        monkeypatch.setattr(tracker._client, "log_batch", broken_once)
+        for step in (1, 2):
+            tracker.log_step(step, {"a": step})
+    assert steps_of(client, tracker) == [(1, 1), (2, 2)] and said == []
 
 
 def test_a_long_outage_fills_no_memory_and_a_resume_fills_the_gap(run_config, client, monkeypatch):
