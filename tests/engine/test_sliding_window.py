@@ -20,6 +20,7 @@ from tests.engine.conftest import AUX_LAYERS, LiveEngine, distilled, features_of
 pytestmark = pytest.mark.engine
 
 WINDOW, PROMPT_TOKENS = 24, 40
+REQUESTS, NEW_TOKENS, MOST_IN_A_STEP = 16, 96, 4  # three draft tokens and one more
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +64,16 @@ def test_every_draft_is_the_one_that_training_computes(
     assert TargetSpec.from_pretrained(sliding_folder).sliding_window == WINDOW
     drafter = distilled(text_of(model, AUX_LAYERS), target_weights, sliding_folder)
     drafter.save(tmp_path / "drafter", torch.float32)
-    config = rollout_config.model_copy(update={"max_new_tokens": 96, "draft_sample_method": "greedy"})
+    config = rollout_config.model_copy(update={"max_new_tokens": NEW_TOKENS, "draft_sample_method": "greedy"})
     with scratch_folder("test-sliding") as scratch:
         spec = EngineSpec(config, str(sliding_folder), str(tmp_path / "drafter"), drafter.serving, 0, str(scratch))
         live = LiveEngine(spec)
-        batch = live.greedy(make_requests(16, length=PROMPT_TOKENS), tap=False)
+        batch = live.greedy(make_requests(REQUESTS, length=PROMPT_TOKENS), tap=False)
         live.stop()
     steps = [step for r in batch.rollouts for step in accepted(r, drafter, model, target_weights)]
-    assert len(steps) > 400 and all(taken == expected for taken, expected in steps)
+    # However good the drafter is: all steps of a response but perhaps its last have whole drafts.
+    assert len(steps) >= REQUESTS * (NEW_TOKENS // MOST_IN_A_STEP - 1)
+    assert all(taken == expected for taken, expected in steps)
     whole = dataclasses.replace(drafter.shape, sizes=dataclasses.replace(drafter.shape.sizes, sliding_window=None))
     blind = type(drafter)(whole)
     blind.load_state_dict(drafter.state_dict())
