@@ -35,10 +35,7 @@ class Pending(Generic[T]):
 
 
 class Learner(Generic[L]):
-    """Base of a client of a learner L. Its methods are those of L; each rank runs its calls in order.
-
-    A method waits, and raises what a rank raised. One whose name starts with begin_ returns at once; `finish` waits for it.
-    """
+    """Base of a client of a learner L, whose methods it calls; each rank runs its calls in order."""
 
     def __init__(self, cluster: Cluster, actors: list[Any], node: str, create: Callable[[], L]):
         """Begin to create the learner in every actor. The first call waits until it has been created."""
@@ -55,8 +52,10 @@ class Learner(Generic[L]):
         self.last_call = (times[0], times[1])
         return result
 
-    def _begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+    def begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+        """Begin a call on all ranks; `finish` waits for it."""
         return Pending([begin(actor, method, *args, **options).reference for actor in self._actors])
 
-    def _call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
-        return self.finish(self._begin(method, *args, **options))
+    def call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """Return the result of a call. Raises what a rank raised."""
+        return self.finish(self.begin(method, *args, **options))

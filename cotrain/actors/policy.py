@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from cotrain.actors.learner import Learner, LearnerActor, Pending
+from cotrain.actors.policy_transfer import EngineClient
 from cotrain.config.schema import RunConfig
 from cotrain.lossless.emitted import Draws
 from cotrain.policy.learner import PolicyLearner
@@ -27,36 +28,34 @@ class PolicyActor(LearnerActor):
 class Policy(Learner[PolicyLearner]):
     """Client of the policy learner. Rollouts are put into the object store once for all ranks, to which Ray gives them."""
 
+    _connected: list[Any] | None = None  # the engines to which `send_weights` has connected the learner
+
     def begin_update(self, rollouts: list[ScoredRollout]) -> Pending[dict[str, float]]:
-        return self._begin(PolicyLearner.update, self._cluster.put(rollouts))
+        return self.begin(PolicyLearner.update, self._cluster.put(rollouts))
 
     def write_payload(self, path: Path) -> WeightPayload:
-        return self._from_rank_0(self._call(PolicyLearner.write_payload, path))
-
-    def begin_write_payload(self, path: Path) -> Pending[WeightPayload | None]:
-        return self._begin(PolicyLearner.write_payload, path)
+        return self.finish_payload(self.begin(PolicyLearner.write_payload, path))
 
     def finish_payload(self, pending: Pending[WeightPayload | None]) -> WeightPayload:
         return self._from_rank_0(self.finish(pending))
 
-    def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
-        self._call(PolicyLearner.connect_engines, client, num_workers, address, port)
+    def send_weights(self, engines: list[Any], workers: int) -> int:
+        """Send the weights to these actors, whose engines must be paused, without a file. Returns the number of bytes.
 
-    def send_weights(self) -> int:
-        return self._call(PolicyLearner.send_weights)
+        workers: tensor-parallel workers of each engine.
+        """
+        if engines != self._connected:
+            client, address = EngineClient(engines, workers), self._cluster.node_address(self.node)
+            self.call(PolicyLearner.connect_engines, client, len(engines) * workers, address)
+            self._connected = engines
+        return self.call(PolicyLearner.send_weights)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        return self._from_rank_0(self._call(PolicyLearner.hidden_states, token_ids, layers))
+        return self._from_rank_0(self.call(PolicyLearner.hidden_states, token_ids, layers))
 
     def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
-        draws = self._call(PolicyLearner.response_draws, self._cluster.put(rollouts), sampling, logit_tolerance)
+        draws = self.call(PolicyLearner.response_draws, self._cluster.put(rollouts), sampling, logit_tolerance)
         return self._from_rank_0(draws)
-
-    def begin_save(self, folder: Path, weights: bool = True) -> Pending[None]:
-        return self._begin(PolicyLearner.save, folder, weights)
-
-    def load(self, folder: Path) -> None:
-        self._call(PolicyLearner.load, folder)
 
     @staticmethod
     def _from_rank_0(result: T | None) -> T:

@@ -1,38 +1,15 @@
-"""Policies that go from the learner's memory to the engines, without a file (policy.weight_transfer)."""
+"""How the learner's process calls the engines while it sends them the policy without a file (policy.weight_transfer)."""
 
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 import ray
 
-from cotrain.actors.policy import Policy
-from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import begin
-from cotrain.process.cluster import Cluster, free_port
-from cotrain.transport.nodes import Nodes
 
 P = ParamSpec("P")
-
-
-class PolicyTransfer:
-    """Connects the learner to the engines, and lets it send."""
-
-    def __init__(self, learner: Policy, cluster: Cluster, nodes: Nodes, config: RunConfig):
-        self._learner, self._cluster, self._nodes = learner, cluster, nodes
-        self._workers = config.rollout.tensor_parallel_size
-        self._connected: list[Any] = []
-
-    def send(self, engines: list[Any]) -> int:
-        """Send the learner's weights to these actors, whose engines must be paused. Returns the number of bytes."""
-        if engines != self._connected:
-            node = self._learner.node
-            address, port = self._cluster.node_address(node), self._nodes.call(node, free_port)
-            client = EngineClient(engines, self._workers)
-            self._learner.connect_engines(client, len(engines) * self._workers, address, port)
-            self._connected = engines
-        return self._learner.send_weights()
 
 
 class EngineClient:
