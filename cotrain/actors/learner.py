@@ -40,16 +40,15 @@ class Learner(Generic[L]):
     def __init__(self, cluster: Cluster, actors: list[Any], node: str, create: Callable[[], L]):
         """Begin to create the learner in every actor. The first call waits until it has been created."""
         self.node = node  # the node that rank 0 is on
-        self.last_call = (0.0, 0.0)  # when the last call that `finish` waited for began and ended on rank 0 (time.time)
+        self.last_call = [0.0, 0.0]  # when the last call that `finish` waited for began and ended on rank 0 (time.time)
         self._cluster, self._actors = cluster, actors
         self._started = [actor.start.remote(create) for actor in actors]
 
     def finish(self, pending: Pending[T]) -> T:
         """Wait for all ranks and return the result of rank 0."""
-        results = self._cluster.get([*self._started, *pending.references])[len(self._started) :]
+        results = self._cluster.get([*self._started, *pending.references])
+        result, *self.last_call = results[len(self._started)]
         self._started = []
-        result, *times = results[0]
-        self.last_call = (times[0], times[1])
         return result
 
     def begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:

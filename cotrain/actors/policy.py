@@ -1,16 +1,19 @@
 """The policy learner in processes of its own, one a rank, and its client. See PolicyLearner for what the calls do."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from cotrain.actors.learner import Learner, LearnerActor, Pending
-from cotrain.actors.policy_transfer import EngineClient
 from cotrain.config.schema import RunConfig
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.worker import EngineWorker
 from cotrain.lossless.emitted import Draws
 from cotrain.policy.learner import PolicyLearner
+from cotrain.process.calls import Reply, begin
 from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.placement import roles_of
 from cotrain.process.threads import openmp_environment
@@ -19,6 +22,7 @@ from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class PolicyActor(LearnerActor):
@@ -61,6 +65,43 @@ class Policy(Learner[PolicyLearner]):
     def _from_rank_0(result: T | None) -> T:
         assert result is not None  # other ranks return None
         return result
+
+
+class EngineClient:
+    """What vLLM's sender, in the learner's process, calls in the workers of all engines (policy.weight_transfer)."""
+
+    def __init__(self, engines: list[Any], workers: int):
+        """engines: actors of engines that are paused. workers: tensor-parallel workers of each engine."""
+        self._engines, self._workers = engines, workers
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let the engines join the transfer. With NCCL, each worker gets a rank of its own after the sender's."""
+        first = init_info.get("rank_offset")
+        infos = [{} if first is None else {"rank_offset": first + i * self._workers} for i in range(len(self._engines))]
+        join = EngineWorker.init_weight_transfer_engine
+        calls = zip(self._engines, infos, strict=True)
+        _wait(begin(e, RolloutEngine.on_workers, join, init_info | own) for e, own in calls)
+
+    def start_weight_update(self) -> None:
+        """Prepare the engines to receive tensors."""
+        self._all(EngineWorker.start_weight_update)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Let the engines receive the tensors that update_info describes, while the sender sends them."""
+        self._all(EngineWorker.update_weights, update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Let the engines serve what they received. weight_version is unused: RolloutEngine.update_policy sets the version."""
+        self._all(EngineWorker.finish_weight_update)
+
+    def _all(self, method: Callable[Concatenate[EngineWorker, P], None], *args: P.args, **options: P.kwargs) -> None:
+        _wait(begin(e, RolloutEngine.on_workers, method, *args, **options) for e in self._engines)
+
+
+def _wait(calls: Iterable[Reply[None]]) -> None:
+    import ray
+
+    ray.get([call.reference for call in calls])
 
 
 def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:

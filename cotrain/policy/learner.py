@@ -307,11 +307,6 @@ class PolicyLearner:
         self._scheduler.load_state_dict(state["scheduler"])
         self.policy_version = state["policy_version"]
 
-    def close(self) -> None:
-        """Leave the process group, once all ranks are done with it."""
-        self._accelerator.wait_for_everyone()
-        self._accelerator.end_training()
-
 
 def _broken(batch: MicroBatch, losses: Tensor) -> list[str]:
     """Name the rollouts of a micro-batch whose tokens' losses [N] are not all finite."""
