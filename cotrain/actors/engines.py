@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 from cotrain.actors.policy import Policy
 from cotrain.actors.replicas import Method, Replicas, Watch
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
-from cotrain.process.calls import Reply
+from cotrain.process.calls import P, Reply, T
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload, Window
+from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
@@ -26,9 +26,6 @@ HISTORY = "history.safetensors"
 
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or loaded weights after this time counts as dead; a few seconds are usual."""
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class RolloutEngines(Replicas):
@@ -102,10 +99,6 @@ class RolloutEngines(Replicas):
         tap, together: see RolloutEngine.generate.
         """
         return self.begin(engine, RolloutEngine.generate, requests, tap, together).reference
-
-    def take_windows(self) -> dict[int, Window]:
-        """Return what the steps of each engine since the last call did, and what speculation gained."""
-        return self.call_all(RolloutEngine.take_window)
 
     # -- history -----------------------------------------------------------------------------------------------------
 
@@ -218,8 +211,6 @@ class RolloutEngines(Replicas):
             else:
                 begun[engine] = self.begin(engine, method, here, *args, **options)
         return self.results(begun, UPDATE_SECONDS)
-
-    # -- switches and caches -----------------------------------------------------------------------------------------
 
     def set_num_speculative_tokens(self, num: int | None) -> None:
         """See RolloutEngine.set_num_speculative_tokens. An engine that is started again gets it too."""

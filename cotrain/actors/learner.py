@@ -3,15 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, TypeVar
 
-from cotrain.process.calls import begin
+from cotrain.process.calls import P, T, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 
 L = TypeVar("L")
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class LearnerActor(Actor):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 from torch import Tensor
 
@@ -13,16 +13,13 @@ from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.lossless.emitted import Draws
 from cotrain.policy.learner import PolicyLearner
-from cotrain.process.calls import Reply, begin
+from cotrain.process.calls import P, Reply, T, begin
 from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.placement import roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class PolicyActor(LearnerActor):
@@ -37,11 +34,14 @@ class Policy(Learner[PolicyLearner]):
     def begin_update(self, rollouts: list[ScoredRollout]) -> Pending[dict[str, float]]:
         return self.begin(PolicyLearner.update, self._cluster.put(rollouts))
 
-    def write_payload(self, path: Path) -> WeightPayload:
-        return self.finish_payload(self.begin(PolicyLearner.write_payload, path))
+    def of_rank_0(self, pending: Pending[T | None]) -> T:
+        """Wait for a call that returns None on all ranks but the first."""
+        result = self.finish(pending)
+        assert result is not None
+        return result
 
-    def finish_payload(self, pending: Pending[WeightPayload | None]) -> WeightPayload:
-        return self._from_rank_0(self.finish(pending))
+    def write_payload(self, path: Path) -> WeightPayload:
+        return self.of_rank_0(self.begin(PolicyLearner.write_payload, path))
 
     def send_weights(self, engines: list[Any], workers: int) -> int:
         """Send the weights to these actors, whose engines must be paused, without a file. Returns the number of bytes.
@@ -55,16 +55,11 @@ class Policy(Learner[PolicyLearner]):
         return self.call(PolicyLearner.send_weights)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        return self._from_rank_0(self.call(PolicyLearner.hidden_states, token_ids, layers))
+        return self.of_rank_0(self.begin(PolicyLearner.hidden_states, token_ids, layers))
 
     def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
-        draws = self.call(PolicyLearner.response_draws, self._cluster.put(rollouts), sampling, logit_tolerance)
-        return self._from_rank_0(draws)
-
-    @staticmethod
-    def _from_rank_0(result: T | None) -> T:
-        assert result is not None  # other ranks return None
-        return result
+        once = self._cluster.put(rollouts)
+        return self.of_rank_0(self.begin(PolicyLearner.response_draws, once, sampling, logit_tolerance))
 
 
 class EngineClient:

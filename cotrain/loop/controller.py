@@ -248,7 +248,7 @@ class Controller:
             file = self.roles.nodes.scratch[policy.node] / POLICY_FILE
             written = policy.begin(PolicyLearner.write_payload, file)
             self.roles.reactor.wait(written.references)
-            payload = policy.finish_payload(written)
+            payload = policy.of_rank_0(written)
             self.roles.engines.begin_check_policy(payload, policy.node)
         if self._training is not None:
             if not self.config.stream.max_policy_lag:

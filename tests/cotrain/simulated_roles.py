@@ -55,7 +55,7 @@ class Engines:
         own = self.batch.rollouts[place * SAMPLES : (place + 1) * SAMPLES]
         return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], None, 0.0, 0)
 
-    def take_windows(self) -> dict[int, Window]:
+    def call_all(self, method: Any) -> dict[int, Window]:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
 
     def begin_check_policy(self, payload: WeightPayload, node: str) -> None: ...
@@ -131,7 +131,7 @@ class Policy(Learner):
     def write_payload(self, path: Path) -> Pending[Any]:
         return Pending(WeightPayload(str(path), 10, {}))  # type: ignore[arg-type]
 
-    def finish_payload(self, pending: Pending[Any]) -> Any:
+    def of_rank_0(self, pending: Pending[Any]) -> Any:
         return self.finish(pending)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:

@@ -243,7 +243,7 @@ class SlowEngines(Engines):
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: float, together: Any) -> RolloutBatch:
         return RolloutBatch([], [], None, 1.0, 0)
 
-    def take_windows(self) -> dict[int, Window]:
+    def call_all(self, method: Any) -> dict[int, Window]:
         raise AssertionError("what the engines have measured belongs to the window in which their groups end")
 
 
