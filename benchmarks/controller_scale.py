@@ -99,7 +99,7 @@ class Engines:
 
     def share_history(self, engine: int, generated: Any) -> None: ...
 
-    def take_windows(self) -> dict[int, Window]:
+    def call_all(self, method: Any) -> dict[int, Window]:
         return {}
 
 

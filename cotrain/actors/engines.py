@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 from cotrain.actors.policy import Policy
-from cotrain.actors.policy_transfer import PolicyTransfer
 from cotrain.actors.replicas import Method, Replicas, Watch
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
-from cotrain.process.calls import Reply
+from cotrain.process.calls import P, Reply, T
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload, Window
+from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
@@ -28,14 +27,11 @@ HISTORY = "history.safetensors"
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or loaded weights after this time counts as dead; a few seconds are usual."""
 
-T = TypeVar("T")
-P = ParamSpec("P")
-
 
 class RolloutEngines(Replicas):
     """All vLLM replicas, which serve the same versions. `current` is kept up to date with them."""
 
-    _transfer: PolicyTransfer | None = None
+    _sender: Policy | None = None  # the learner, if it sends the policy without a file
 
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig, current: CurrentWeights, watch: Watch):
         """See Replicas."""
@@ -47,7 +43,7 @@ class RolloutEngines(Replicas):
     def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
         if self._config.policy.sends_without_file:
-            self._transfer = PolicyTransfer(learner, self._cluster, self._nodes, self._config)
+            self._sender = learner
 
     def come_back(self, engine: int) -> None:
         """Give a restarted engine the current policy, drafter and settings, check what it serves, and end its quarantine.
@@ -55,7 +51,7 @@ class RolloutEngines(Replicas):
         If the learner sends the policy, all this waits for the next `update_policy`. Raises RunFailure when the engine does
         not serve the same weights as the others.
         """
-        if self._transfer is not None:
+        if self._sender is not None:
             self._returning.append(engine)
             return
         if (payload := self._current.policy) is not None:
@@ -72,7 +68,7 @@ class RolloutEngines(Replicas):
             here = replace(drafter, path=self._nodes.bring(f"{specs[other].scratch}/{KEPT_DRAFTER}", node))
             call(engine, RolloutEngine.update_drafter, here, versions.drafter)
         for payload, draft in ((policy, False), (drafter, True)):
-            if payload is not None and (draft or self._transfer is None):  # what is sent is compared on arrival
+            if payload is not None and (draft or self._sender is None):  # what is sent is compared on arrival
                 names = sorted(payload.digests)
                 if call(engine, RolloutEngine.served_digests, names, draft) != payload.digests:
                     raise RunFailure(f"rollout_{engine} was started again and does not serve what the others do")
@@ -104,10 +100,6 @@ class RolloutEngines(Replicas):
         """
         return self.begin(engine, RolloutEngine.generate, requests, tap, together).reference
 
-    def take_windows(self) -> dict[int, Window]:
-        """Return what the steps of each engine since the last call did, and what speculation gained."""
-        return self.call_all(RolloutEngine.take_window)
-
     # -- history -----------------------------------------------------------------------------------------------------
 
     def share_history(self, engine: int, generated: Any) -> None:
@@ -136,10 +128,6 @@ class RolloutEngines(Replicas):
         first, save = self.in_dispatch[0], EngineWorker.save_history
         self.results({first: self.begin(first, RolloutEngine.on_workers, save, str(path))})
 
-    def load_history(self, path: Path) -> None:
-        """Let all engines draft from what `save_history` has written."""
-        self.call_all(RolloutEngine.on_workers, EngineWorker.load_history, str(path))
-
     def history_metrics(self) -> dict[str, float]:
         """Return what the history of one engine holds."""
         self._end_sharing()
@@ -150,13 +138,13 @@ class RolloutEngines(Replicas):
 
     def begin_check_policy(self, payload: WeightPayload, node: str) -> None:
         """Let engines on the node of a policy's file check it ahead of `update_policy`, unless they get the policy without a file."""
-        for engine in self.in_dispatch if self._transfer is None else ():
+        for engine in self.in_dispatch if self._sender is None else ():
             if self.node_of[engine] == node:
                 self.begin(engine, RolloutEngine.check_policy, payload)
 
     def update_policy(self, payload: WeightPayload, policy_version: int) -> SwapReport:
         """Serve new policy weights on all engines. Reports the time of the slowest engine."""
-        returned, num_bytes = self._send_policy(self._transfer) if self._transfer else ([], payload.num_bytes)
+        returned, num_bytes = self._send_policy(self._sender) if self._sender else ([], payload.num_bytes)
         reports, refusal = self._update(RolloutEngine.update_policy, payload, policy_version)
         if refusal is not None:
             raise RunFailure(f"an engine refused policy {policy_version}: {refusal}")
@@ -165,7 +153,7 @@ class RolloutEngines(Replicas):
             self._take_over(engine, min({*self.in_dispatch} - {*returned}))
         return SwapReport(max(report.seconds for report in reports.values()), num_bytes)
 
-    def _send_policy(self, transfer: PolicyTransfer) -> tuple[list[int], int]:
+    def _send_policy(self, learner: Policy) -> tuple[list[int], int]:
         """Let the learner send its weights to the engines, which stay paused until `update_policy`.
 
         An engine that dies meanwhile ends the run, because the learner waits for it. Returns the restarted engines that take
@@ -175,7 +163,8 @@ class RolloutEngines(Replicas):
         self._away.difference_update(returning)
         held = {engine: self.begin(engine, RolloutEngine.hold) for engine in self.in_dispatch}
         self.results(held, UPDATE_SECONDS)
-        num_bytes = transfer.send([self._actors[engine] for engine in self.in_dispatch])
+        actors = [self._actors[engine] for engine in self.in_dispatch]
+        num_bytes = learner.send_weights(actors, self._config.rollout.tensor_parallel_size)
         return [engine for engine in returning if engine in self.in_dispatch], num_bytes
 
     def update_drafter(
@@ -223,20 +212,10 @@ class RolloutEngines(Replicas):
                 begun[engine] = self.begin(engine, method, here, *args, **options)
         return self.results(begun, UPDATE_SECONDS)
 
-    # -- switches and caches -----------------------------------------------------------------------------------------
-
     def set_num_speculative_tokens(self, num: int | None) -> None:
         """See RolloutEngine.set_num_speculative_tokens. An engine that is started again gets it too."""
         self._draft_length = [num]
         self.call_all(RolloutEngine.set_num_speculative_tokens, num)
-
-    def describe_speculation(self) -> list[str]:
-        """See RolloutEngine.describe_speculation; of each engine."""
-        return list(self.call_all(RolloutEngine.describe_speculation).values())
-
-    def reset_prefix_cache(self) -> None:
-        """See RolloutEngine.reset_prefix_cache."""
-        self.call_all(RolloutEngine.reset_prefix_cache)
 
     def clear_drafter_cache(self) -> None:
         """See RolloutEngine.clear_drafter_cache."""

@@ -3,15 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, TypeVar
 
-from cotrain.process.calls import begin
+from cotrain.process.calls import P, T, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 
 L = TypeVar("L")
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class LearnerActor(Actor):
@@ -35,28 +33,26 @@ class Pending(Generic[T]):
 
 
 class Learner(Generic[L]):
-    """Base of a client of a learner L. Its methods are those of L; each rank runs its calls in order.
-
-    A method waits, and raises what a rank raised. One whose name starts with begin_ returns at once; `finish` waits for it.
-    """
+    """Base of a client of a learner L, whose methods it calls; each rank runs its calls in order."""
 
     def __init__(self, cluster: Cluster, actors: list[Any], node: str, create: Callable[[], L]):
         """Begin to create the learner in every actor. The first call waits until it has been created."""
         self.node = node  # the node that rank 0 is on
-        self.last_call = (0.0, 0.0)  # when the last call that `finish` waited for began and ended on rank 0 (time.time)
+        self.last_call = [0.0, 0.0]  # when the last call that `finish` waited for began and ended on rank 0 (time.time)
         self._cluster, self._actors = cluster, actors
         self._started = [actor.start.remote(create) for actor in actors]
 
     def finish(self, pending: Pending[T]) -> T:
         """Wait for all ranks and return the result of rank 0."""
-        results = self._cluster.get([*self._started, *pending.references])[len(self._started) :]
+        results = self._cluster.get([*self._started, *pending.references])
+        result, *self.last_call = results[len(self._started)]
         self._started = []
-        result, *times = results[0]
-        self.last_call = (times[0], times[1])
         return result
 
-    def _begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+    def begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+        """Begin a call on all ranks; `finish` waits for it."""
         return Pending([begin(actor, method, *args, **options).reference for actor in self._actors])
 
-    def _call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
-        return self.finish(self._begin(method, *args, **options))
+    def call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """Return the result of a call. Raises what a rank raised."""
+        return self.finish(self.begin(method, *args, **options))

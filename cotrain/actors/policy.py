@@ -1,23 +1,25 @@
 """The policy learner in processes of its own, one a rank, and its client. See PolicyLearner for what the calls do."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate
 
 from torch import Tensor
 
 from cotrain.actors.learner import Learner, LearnerActor, Pending
 from cotrain.config.schema import RunConfig
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.worker import EngineWorker
 from cotrain.lossless.emitted import Draws
 from cotrain.policy.learner import PolicyLearner
+from cotrain.process.calls import P, Reply, T, begin
 from cotrain.process.cluster import Cluster, free_port
 from cotrain.process.placement import roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
-
-T = TypeVar("T")
 
 
 class PolicyActor(LearnerActor):
@@ -27,41 +29,74 @@ class PolicyActor(LearnerActor):
 class Policy(Learner[PolicyLearner]):
     """Client of the policy learner. Rollouts are put into the object store once for all ranks, to which Ray gives them."""
 
+    _connected: list[Any] | None = None  # the engines to which `send_weights` has connected the learner
+
     def begin_update(self, rollouts: list[ScoredRollout]) -> Pending[dict[str, float]]:
-        return self._begin(PolicyLearner.update, self._cluster.put(rollouts))
+        return self.begin(PolicyLearner.update, self._cluster.put(rollouts))
+
+    def of_rank_0(self, pending: Pending[T | None]) -> T:
+        """Wait for a call that returns None on all ranks but the first."""
+        result = self.finish(pending)
+        assert result is not None
+        return result
 
     def write_payload(self, path: Path) -> WeightPayload:
-        return self._from_rank_0(self._call(PolicyLearner.write_payload, path))
+        return self.of_rank_0(self.begin(PolicyLearner.write_payload, path))
 
-    def begin_write_payload(self, path: Path) -> Pending[WeightPayload | None]:
-        return self._begin(PolicyLearner.write_payload, path)
+    def send_weights(self, engines: list[Any], workers: int) -> int:
+        """Send the weights to these actors, whose engines must be paused, without a file. Returns the number of bytes.
 
-    def finish_payload(self, pending: Pending[WeightPayload | None]) -> WeightPayload:
-        return self._from_rank_0(self.finish(pending))
-
-    def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
-        self._call(PolicyLearner.connect_engines, client, num_workers, address, port)
-
-    def send_weights(self) -> int:
-        return self._call(PolicyLearner.send_weights)
+        workers: tensor-parallel workers of each engine.
+        """
+        if engines != self._connected:
+            client, address = EngineClient(engines, workers), self._cluster.node_address(self.node)
+            self.call(PolicyLearner.connect_engines, client, len(engines) * workers, address)
+            self._connected = engines
+        return self.call(PolicyLearner.send_weights)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        return self._from_rank_0(self._call(PolicyLearner.hidden_states, token_ids, layers))
+        return self.of_rank_0(self.begin(PolicyLearner.hidden_states, token_ids, layers))
 
     def response_draws(self, rollouts: list[Rollout], sampling: SamplingParams, logit_tolerance: float) -> list[Draws]:
-        draws = self._call(PolicyLearner.response_draws, self._cluster.put(rollouts), sampling, logit_tolerance)
-        return self._from_rank_0(draws)
+        once = self._cluster.put(rollouts)
+        return self.of_rank_0(self.begin(PolicyLearner.response_draws, once, sampling, logit_tolerance))
 
-    def begin_save(self, folder: Path, weights: bool = True) -> Pending[None]:
-        return self._begin(PolicyLearner.save, folder, weights)
 
-    def load(self, folder: Path) -> None:
-        self._call(PolicyLearner.load, folder)
+class EngineClient:
+    """What vLLM's sender, in the learner's process, calls in the workers of all engines (policy.weight_transfer)."""
 
-    @staticmethod
-    def _from_rank_0(result: T | None) -> T:
-        assert result is not None  # other ranks return None
-        return result
+    def __init__(self, engines: list[Any], workers: int):
+        """engines: actors of engines that are paused. workers: tensor-parallel workers of each engine."""
+        self._engines, self._workers = engines, workers
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let the engines join the transfer. With NCCL, each worker gets a rank of its own after the sender's."""
+        first = init_info.get("rank_offset")
+        infos = [{} if first is None else {"rank_offset": first + i * self._workers} for i in range(len(self._engines))]
+        join = EngineWorker.init_weight_transfer_engine
+        calls = zip(self._engines, infos, strict=True)
+        _wait(begin(e, RolloutEngine.on_workers, join, init_info | own) for e, own in calls)
+
+    def start_weight_update(self) -> None:
+        """Prepare the engines to receive tensors."""
+        self._all(EngineWorker.start_weight_update)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Let the engines receive the tensors that update_info describes, while the sender sends them."""
+        self._all(EngineWorker.update_weights, update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Let the engines serve what they received. weight_version is unused: RolloutEngine.update_policy sets the version."""
+        self._all(EngineWorker.finish_weight_update)
+
+    def _all(self, method: Callable[Concatenate[EngineWorker, P], None], *args: P.args, **options: P.kwargs) -> None:
+        _wait(begin(e, RolloutEngine.on_workers, method, *args, **options) for e in self._engines)
+
+
+def _wait(calls: Iterable[Reply[None]]) -> None:
+    import ray
+
+    ray.get([call.reference for call in calls])
 
 
 def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 from cotrain.config.lossless_guard import MODEL_RUNNER
 from cotrain.config.schema import RunConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.processes import import_vllm
-from cotrain.process.calls import Reply, begin
+from cotrain.process.calls import P, Reply, T, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster, temporary_files
 from cotrain.process.failures import RunFailure
@@ -32,8 +32,6 @@ its own event loop and vLLM's asynchronous engine lives in a single one."""
 MOST_RESTARTS = 3
 """Restarts of an engine. One that dies more often stays in quarantine, because its deaths are no accident."""
 
-T = TypeVar("T")
-P = ParamSpec("P")
 Method = Callable[Concatenate[RolloutEngine, P], Coroutine[Any, Any, T]]
 Watch = Callable[[Any, Callable[[Any], None], Callable[[RunFailure], None]], None]
 

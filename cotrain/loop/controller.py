@@ -20,6 +20,7 @@ from cotrain.loop.roles import Roles
 from cotrain.loop.saving import Checkpoints
 from cotrain.loop.step import Clock, StepResult
 from cotrain.loop.training import DrafterTraining
+from cotrain.policy.learner import PolicyLearner
 from cotrain.policy.losses import group_advantages
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
@@ -32,6 +33,7 @@ from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.prompts import write_samples
 from cotrain.trainer.spec import tap_share
+from cotrain.trainer.trainer import DrafterTrainer
 
 POLICY_FILE = "policy.safetensors"
 """File with the policy's weights on their way to the engines, in a shared-memory folder of the learner's node."""
@@ -230,7 +232,7 @@ class Controller:
             if outcome.swap is not None:
                 version = outcome.events[-1].version
                 self.records.event(step, "drafter swapped", version=version)
-                drafter.save_checkpoint(self.run_dir.drafter(version), version)
+                drafter.call(DrafterTrainer.save_checkpoint, self.run_dir.drafter(version), version)
             if outcome.trains and self._training is not None:
                 self._training.begin(step)
         else:
@@ -243,9 +245,10 @@ class Controller:
             self.records.events.write(step, {"time": ended, "event": "policy updated", "seconds": ended - began})
             # The trainer must have read the file before it is written again.
             self.roles.reactor.wait(self._heads.references)
-            written = policy.begin_write_payload(self.roles.nodes.scratch[policy.node] / POLICY_FILE)
+            file = self.roles.nodes.scratch[policy.node] / POLICY_FILE
+            written = policy.begin(PolicyLearner.write_payload, file)
             self.roles.reactor.wait(written.references)
-            payload = policy.finish_payload(written)
+            payload = policy.of_rank_0(written)
             self.roles.engines.begin_check_policy(payload, policy.node)
         if self._training is not None:
             if not self.config.stream.max_policy_lag:
@@ -257,7 +260,8 @@ class Controller:
         drafter, nodes, version = self.roles.drafter, self.roles.nodes, self.versions.policy + 1
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
-            self._heads = drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), version)
+            path = nodes.bring(payload.path, drafter.node)
+            self._heads = drafter.begin(DrafterTrainer.set_target_weights, path, version)
         swap = self.roles.engines.update_policy(payload, version)
         self.records.event(step, "policy swapped", version=version)
         return swap

@@ -10,8 +10,10 @@ from contextlib import ExitStack
 from cotrain.actors.learner import Pending
 from cotrain.config.schema import RunConfig
 from cotrain.loop.roles import Roles
+from cotrain.policy.learner import PolicyLearner
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.run_dir import RunDir
+from cotrain.trainer.trainer import DrafterTrainer
 
 HISTORY = "history.safetensors"
 """File of a checkpoint with the index of finished rollouts, if the engines draft from history."""
@@ -43,11 +45,11 @@ class Checkpoints:
         policy, drafter = self._roles.policy, self._roles.drafter
         with ExitStack() as stack:
             folder = stack.enter_context(new_checkpoint(self._run_dir, state, self._config.checkpoint.keep_last, trial))
-            parts = [policy.begin_save(folder / "policy", not trial)]
+            parts = [policy.begin(PolicyLearner.save, folder / "policy", not trial)]
             if drafter is not None and not trial:  # the first drafter has been saved into the run folder
                 if state.step % self._config.checkpoint.every == 0:
-                    drafter.begin_drop_earlier_versions()
-                parts.append(drafter.begin_save(folder / "drafter"))
+                    drafter.begin(DrafterTrainer.drop_earlier_versions)
+                parts.append(drafter.begin(DrafterTrainer.save, folder / "drafter"))
             if self._config.rollout.history is not None:
                 self._roles.engines.save_history(folder / HISTORY)
             self._parts, self._open = parts, stack.pop_all()

@@ -6,6 +6,7 @@ from cotrain.actors.drafter import Drafter
 from cotrain.config.schema import RunConfig
 from cotrain.loop.reactor import Reactor
 from cotrain.run.rows import RowFile
+from cotrain.trainer.trainer import DrafterTrainer
 
 
 class DrafterTraining:
@@ -39,7 +40,7 @@ class DrafterTraining:
 
     def _go_on(self) -> None:
         self.under_way = True
-        [reference] = self._trainer.begin_train(self._step, 1).references
+        [reference] = self._trainer.begin(DrafterTrainer.train, self._step, 1).references
         self._reactor.add(reference, partial(self._trained, self._step))
 
     def _trained(self, step: int, returned: tuple[dict[str, float], float, float]) -> None:

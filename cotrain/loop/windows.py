@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from cotrain.acceptance_stats import total_counts
+from cotrain.engine.engine import RolloutEngine
 from cotrain.loop.roles import Roles
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal
@@ -59,7 +60,7 @@ class Windows:
         # Batches of one place stay in the order in which they ended.
         batch = merge(self._brought([batch for _, batch in sorted(self._batches, key=itemgetter(0))]))
         self._batches.clear()
-        seen = self._roles.engines.take_windows()
+        seen = self._roles.engines.call_all(RolloutEngine.take_window)
         gains = [window.gain for window in seen.values() if window.gain is not None]
         batch = replace(batch, gain=sum(gains, start=GainReport()) if gains else None)
         if self._lags:

@@ -28,6 +28,7 @@ from cotrain.policy import sharding
 from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
+from cotrain.process.cluster import free_port
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.weights.digests import DigestedFile
 from cotrain.weights.payload import save_tensors, write_tensors
@@ -223,15 +224,15 @@ class PolicyLearner:
             names |= {*list(known)[self.policy_version % COMPARED_EVERY :: COMPARED_EVERY]}
         return sharding.write_weights(model, dtype, partial(write_tensors, path=path), names)
 
-    def connect_engines(self, client: Any, num_workers: int, address: str, port: int) -> None:
-        """Prepare to send weights from memory to the engines; the arguments are those of policy_sender.connect."""
+    def connect_engines(self, client: Any, num_workers: int, address: str) -> None:
+        """Prepare to send weights from memory to the engines; see policy_sender.connect."""
         from cotrain.engine import policy_sender
 
         model, dtype = self._policy.model, getattr(torch, self._rollout.dtype)
         whole = partial(sharding.whole_tensors, model, dtype)
         source = policy_sender.PolicySource(sharding.layout(model, dtype), whole)
         rank, backend = self._accelerator.process_index, self._config.weight_transfer
-        self._sender = policy_sender.connect(backend, rank, source, client, num_workers, address, port)
+        self._sender = policy_sender.connect(backend, rank, source, client, num_workers, address, free_port())
 
     def send_weights(self) -> int:
         """Send the weights to the connected engines, which must be paused. Returns the number of bytes."""
@@ -305,11 +306,6 @@ class PolicyLearner:
         state = torch.load(folder / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._scheduler.load_state_dict(state["scheduler"])
         self.policy_version = state["policy_version"]
-
-    def close(self) -> None:
-        """Leave the process group, once all ranks are done with it."""
-        self._accelerator.wait_for_everyone()
-        self._accelerator.end_training()
 
 
 def _broken(batch: MicroBatch, losses: Tensor) -> list[str]:

@@ -20,8 +20,6 @@ from cotrain.policy.batching import MicroBatch
 
 MAX_LOG_RATIO = 20.0  # bound of |log pi_old - log pi_engine|, so that the ratio of the two and its mean stay finite
 
-WEIGHT_SQUARE = "behaviour_weight_square"
-
 
 def loss_denominator(config: PolicyConfig, lengths: Sequence[int], max_new_tokens: int) -> int:
     """Return what the losses of a minibatch are divided by; `lengths` are the response tokens of its rollouts.
@@ -58,7 +56,7 @@ def _behaviour_weights(config: PolicyConfig, old_log_probs: Tensor, behaviour_lo
     return {
         "behaviour_ratio_mean": ratio,
         "behaviour_weight_mean": weight,
-        WEIGHT_SQUARE: weight.double().square(),
+        "behaviour_weight_square": weight.double().square(),
         name: limited,  # the share of tokens whose weight is not their ratio
     }
 
@@ -152,7 +150,7 @@ def step_metrics(
     metrics = {
         f"policy/{name}": float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count
     }
-    square = metrics.pop(f"policy/{WEIGHT_SQUARE}", None)
+    square = metrics.pop("policy/behaviour_weight_square", None)
     if square is not None:
         # Kish's effective sample size as a share of the tokens: (sum w)^2 / (N sum w^2).
         metrics["policy/behaviour_ess"] = metrics["policy/behaviour_weight_mean"] ** 2 / square if square else 0.0

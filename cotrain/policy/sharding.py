@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cotrain.weights.digests import SUFFIX, DigestedFile
-from cotrain.weights.payload import Manifest
+from cotrain.weights.payload import Manifest, manifest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,11 +127,6 @@ def load_optimizer(model: "PreTrainedModel", optimizer: Optimizer, folder: Path)
         set_optimizer_state_dict(model, optimizer, state)
 
 
-def _state(model: "PreTrainedModel") -> dict[str, Tensor]:
-    tied = set(model.all_tied_weights_keys)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
-
-
 def _empty(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -141,14 +136,14 @@ def _converted(
 ) -> Iterator[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    for name, tensor in _state(model).items():
+    tied = set(model.all_tied_weights_keys)
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
         if names is None or names & revert_weight_conversion(model, {name: _empty(tensor)}).keys():
-            yield from revert_weight_conversion(model, {name: whole(tensor)}).items()
+            yield from revert_weight_conversion(model, {name: whole(tensor.detach())}).items()
 
 
 def layout(model: "PreTrainedModel", dtype: torch.dtype, names: set[str] | None = None) -> Manifest:
     """Return the shape and dtype of each tensor that whole_tensors yields, without gathering anything."""
-    shapes = _converted(model, _empty, names)
-    return {
-        name: (tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype) for name, tensor in shapes
-    }
+    return manifest_of(_converted(model, _empty, names), dtype)

@@ -40,16 +40,19 @@ class NodeAgent:
         return function(*args)
 
     def pull(self, source: Any, path: str, target: str, move: bool) -> None:
-        """Copy a file from the node of the agent `source` to this one. move: delete the original."""
+        """Copy a file from the node of the agent `source` to this one. It gets its name when it is whole. move: delete the original."""
         import ray
 
-        [size] = ray.get([source.call.remote(os.path.getsize, path)])
-        following = source.call.remote(read_part, path, 0)
-        for start in range(0, max(size, 1), PART_BYTES):
-            part, end = following, start + PART_BYTES
-            if end < size:  # is read while this part is written
-                following = source.call.remote(read_part, path, end)
-            write_part(target, start, ray.get(part), end >= size)
+        size = ray.get(source.call.remote(os.path.getsize, path))
+        following, partial = source.call.remote(read_part, path, 0), Path(f"{target}.partial")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            for end in range(PART_BYTES, size + PART_BYTES, PART_BYTES):
+                part = following
+                if end < size:  # is read while this part is written
+                    following = source.call.remote(read_part, path, end)
+                ray.get(part).tofile(file)
+        os.replace(partial, target)
         if move:
             ray.get(source.call.remote(Path.unlink, Path(path), True))
 
@@ -61,17 +64,6 @@ class NodeAgent:
 def read_part(path: str, start: int) -> NDArray[np.uint8]:
     """Return PART_BYTES of a file from byte `start` on, or fewer at its end."""
     return np.fromfile(path, np.uint8, PART_BYTES, offset=start)
-
-
-def write_part(path: str, start: int, part: NDArray[np.uint8], last: bool) -> None:
-    """Write a part at its place. The file gets its name with the last part."""
-    partial = Path(f"{path}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("r+b" if start else "wb") as file:
-        file.seek(start)
-        part.tofile(file)
-    if last:
-        os.replace(partial, path)
 
 
 def _model(name: str) -> tuple[Path, dict[str, str]]:
@@ -149,13 +141,8 @@ class Nodes:
 
     def remove_all(self, paths: Iterable[str]) -> None:
         """Delete files on whichever nodes they are; they may already be gone."""
-        begun = []
         for path in paths:
-            if (node := self._node_of(path)) == self.local:
-                Path(path).unlink(missing_ok=True)
-            else:
-                begun.append(self._agents[node].call.remote(Path.unlink, Path(path), True))
-        self._cluster.get(begun)
+            self.call(self._node_of(path), Path.unlink, Path(path), True)
 
     def close(self) -> None:
         """Remove the folders of all other nodes that are still there."""

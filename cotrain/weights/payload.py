@@ -39,11 +39,15 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
 
 
+def manifest_of(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Manifest:
+    """Return shapes and dtypes of tensors that are sent, or expected, with floating-point ones in `dtype`."""
+    return {name: (tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for name, t in tensors}
+
+
 def write_payload(state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> WeightPayload:
     """Write `state` for the engines with write_tensors, floating-point tensors in `dtype`."""
-    dtypes = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in state.items()}
-    layout = {name: (tuple(tensor.shape), dtypes[name]) for name, tensor in state.items()}
-    return write_tensors(layout, ((name, tensor.to(dtypes[name])) for name, tensor in state.items()), path)
+    layout = manifest_of(state.items(), dtype)
+    return write_tensors(layout, ((name, tensor.to(layout[name][1])) for name, tensor in state.items()), path)
 
 
 def write_tensors(layout: Manifest, tensors: Iterable[tuple[str, Tensor]], path: str | Path) -> WeightPayload:
@@ -114,12 +118,8 @@ def read_manifest(folder: str | Path, dtype: torch.dtype, without: Iterable[str]
 
     `without` lists name suffixes that are never sent. Raises ValueError when weight files are missing.
     """
-    return {
-        name: (tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype)
-        for file in weight_files(Path(folder))
-        for name, tensor in load_file(file).items()
-        if not name.endswith(tuple(without))
-    }
+    tensors = (item for file in weight_files(Path(folder)) for item in load_file(file).items())
+    return manifest_of((item for item in tensors if not item[0].endswith(tuple(without))), dtype)
 
 
 def read_payload(path: str, digests: dict[str, str], expected: Manifest) -> dict[str, Tensor]:

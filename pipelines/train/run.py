@@ -10,6 +10,8 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import start_scorers
 from cotrain.config.schema import RunConfig
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.worker import EngineWorker
 from cotrain.loop.controller import POLICY_FILE, Controller
 from cotrain.loop.controller import Records as Records
 from cotrain.loop.producer import Prompts as Prompts
@@ -17,6 +19,7 @@ from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
 from cotrain.loop.saving import HISTORY
 from cotrain.lossless.family import GreedyCheck, compare_greedy
+from cotrain.policy.learner import PolicyLearner
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.publish.publisher import DRAFTER_FILE, Publisher, publisher_spec
@@ -29,6 +32,7 @@ from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from cotrain.tasks.prompts import load_tokenizer
+from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.versions import CurrentWeights
 from pipelines.page.record import read_run
@@ -61,25 +65,26 @@ def start_roles(
         init = first_drafter(tracking_uri(config), config.drafter.init, nodes.model_path, folder)
         drafter = start_drafter(cluster, nodes, config, init)
         if state.step:
-            drafter.load(checkpoint / "drafter")
-        serving = drafter.serving()
+            drafter.call(DrafterTrainer.load, checkpoint / "drafter")
+        serving = drafter.call(DrafterTrainer.serving)
         # Written again on a resume too, because a run that was killed may have left half of it.
-        drafter.save_checkpoint(run_dir.drafter(versions.drafter), versions.drafter)
+        drafter.call(DrafterTrainer.save_checkpoint, run_dir.drafter(versions.drafter), versions.drafter)
     loading = engines.start(serving, state.step, run_dir.drafter(versions.drafter))
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
     tokenizer = load_tokenizer(nodes.model_path)
     if state.step:
-        policy.load(checkpoint / "policy")
+        policy.call(PolicyLearner.load, checkpoint / "policy")
     payload = policy.write_payload(nodes.scratch[policy.node] / POLICY_FILE)
     if drafter is not None:
-        drafter.finish(drafter.begin_set_target_weights(nodes.bring(payload.path, drafter.node), versions.policy))
+        head = nodes.bring(payload.path, drafter.node)
+        drafter.call(DrafterTrainer.set_target_weights, head, versions.policy)
     opened = tracker()
     cluster.get(loading)
     if versions.policy:
         engines.update_policy(payload, versions.policy)
     if config.rollout.history is not None and state.step and (checkpoint / HISTORY).is_file():
-        engines.load_history(checkpoint / HISTORY)
+        engines.call_all(RolloutEngine.on_workers, EngineWorker.load_history, str(checkpoint / HISTORY))
     if drafter is not None:
         scratch = nodes.scratch[drafter.node]
         current.record_drafter(drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter), versions.drafter)
@@ -131,11 +136,11 @@ def greedy_rollouts(
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None, "max_tokens": max_tokens}
     try:
         engines.set_num_speculative_tokens(num_speculative_tokens)
-        engines.reset_prefix_cache()
+        engines.call_all(RolloutEngine.reset_prefix_cache)
         return engines.generate(requests, **sampling)
     finally:
         engines.set_num_speculative_tokens(None)
-        engines.reset_prefix_cache()  # what was cached without speculation has no drafter KV
+        engines.call_all(RolloutEngine.reset_prefix_cache)  # what was cached without speculation has no drafter KV
 
 
 def finish(controller: Controller, finished: bool, check: GreedyCheck | None) -> None:
@@ -146,8 +151,8 @@ def finish(controller: Controller, finished: bool, check: GreedyCheck | None) ->
     if not controller.step:
         return console.say(f"\nStopped before the first step. Go on with: cotrain train {run_dir.resume}")
     run = read_run(run_dir.path)
-    choices = controller.roles.engines.describe_speculation() if config.speculates else []
-    speculation = controller.mode or "; ".join(dict.fromkeys(choices))
+    choices = controller.roles.engines.call_all(RolloutEngine.describe_speculation) if config.speculates else {}
+    speculation = controller.mode or "; ".join(dict.fromkeys(choices.values()))
     lines = run_facts(run, speculation, check.passed if check else None) | {"": "", "run folder": str(run_dir.path)}
     if page := _write_report(run_dir, console):
         lines["report"] = str(page)

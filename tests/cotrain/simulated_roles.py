@@ -55,7 +55,7 @@ class Engines:
         own = self.batch.rollouts[place * SAMPLES : (place + 1) * SAMPLES]
         return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], None, 0.0, 0)
 
-    def take_windows(self) -> dict[int, Window]:
+    def call_all(self, method: Any) -> dict[int, Window]:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
 
     def begin_check_policy(self, payload: WeightPayload, node: str) -> None: ...
@@ -108,7 +108,12 @@ class Learner:
     def finish(self, begun: Pending[Any]) -> Any:
         return begun.references
 
-    def begin_save(self, folder: Path, weights: bool = True) -> Pending[Any]:
+    def begin(self, method: Any, *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
+    call = begin
+
+    def save(self, folder: Path, weights: bool = True) -> Pending[Any]:
         folder.mkdir()
         if self.unsaveable:
             raise ValueError(self.unsaveable)
@@ -123,10 +128,10 @@ class Policy(Learner):
     def begin_update(self, rollouts: list[Any]) -> Pending[Any]:
         return Pending({"policy/rollout_log_prob_gap": self.log_prob_gap})  # type: ignore[arg-type]
 
-    def begin_write_payload(self, path: Path) -> Pending[Any]:
+    def write_payload(self, path: Path) -> Pending[Any]:
         return Pending(WeightPayload(str(path), 10, {}))  # type: ignore[arg-type]
 
-    def finish_payload(self, pending: Pending[Any]) -> Any:
+    def of_rank_0(self, pending: Pending[Any]) -> Any:
         return self.finish(pending)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:
@@ -149,16 +154,16 @@ class Drafter(Learner):
     def __init__(self, world: World):
         self.world = world
 
-    def begin_train(self, step: int, num_updates: int) -> Pending[Any]:
+    def train(self, step: int, num_updates: int) -> Pending[Any]:
         return Pending([(self.world.train(step, num_updates), 0.0, 1.0)])
 
-    def begin_set_target_weights(self, path: str, version: int) -> Pending[Any]:
+    def set_target_weights(self, path: str, version: int) -> Pending[Any]:
         return Pending([])
 
     def save_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir(parents=True)
 
-    def begin_drop_earlier_versions(self) -> Pending[Any]:
+    def drop_earlier_versions(self) -> Pending[Any]:
         return Pending([])
 
 

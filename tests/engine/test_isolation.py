@@ -11,6 +11,7 @@ from cotrain.actors.policy import start_policy
 from cotrain.config.schema import DrafterBufferConfig, DrafterConfig, PolicyConfig, RolloutConfig, RunConfig
 from cotrain.process.cluster import Cluster
 from cotrain.records import Rollout, ScoredRollout, Versions
+from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.nodes import Nodes
 from drafters.base import SamplingParams
@@ -87,12 +88,12 @@ def test_policy_updates_are_bit_identical_with_the_drafter_trained_or_not(
         beside = start_policy(cluster, nodes, config)
         drafter = start_drafter(cluster, nodes, config, None)
         first = beside.write_payload(scratch / "first.safetensors")
-        drafter.finish(drafter.begin_set_target_weights(first.path, 0))
+        drafter.call(DrafterTrainer.set_target_weights, first.path, 0)
         for step in (1, 2):
             shard = write_features(scratch / f"features_{step}.safetensors", target_model, rollouts)
             update = beside.begin_update(rollouts)
             drafter.take_in([shard], 0, (), 0)
-            learned = drafter.finish(drafter.begin_train(step, 4))
+            learned = drafter.call(DrafterTrainer.train, step, 4)
             beside.finish(update)
             assert learned["drafter/loss"] > 0
         digests_beside = beside.write_payload(scratch / "beside.safetensors").digests

@@ -21,6 +21,7 @@ from cotrain.actors.policy import Policy, PolicyActor, start_policy
 from cotrain.config.schema import PolicyConfig, RolloutConfig, RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
+from cotrain.policy.learner import PolicyLearner
 from cotrain.process.failures import RunFailure
 from cotrain.records import Versions, WeightPayload
 from cotrain.transport.nodes import Nodes
@@ -99,7 +100,7 @@ def next_policy(roles: tuple[RolloutEngines, Policy, Nodes, Any], version: int) 
 def compare_all(roles: tuple[RolloutEngines, Policy, Nodes, Any], folder: Path) -> WeightPayload:
     """Both engines serve what the learner has. Returns all of it."""
     at, learner, nodes, _ = roles
-    learner.finish(learner.begin_save(folder))
+    learner.call(PolicyLearner.save, folder)
     whole = write_payload(load_file(folder / WEIGHTS), nodes.scratch[nodes.local] / "all.safetensors", torch.float32)
     for turn in (0, 1):  # each looks at other columns
         looks = False, whole.path, whole.digests, turn

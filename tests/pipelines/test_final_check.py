@@ -25,8 +25,8 @@ class ScriptedEngines:
         self.asked.append((self.num_speculative_tokens, sampling))
         return [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0), None) for r in requests]
 
-    def call(self, method: str, *args: Any) -> None:
-        getattr(self, method)(*args)
+    def call_all(self, method: Any) -> None:
+        getattr(self, method.__name__)()
 
     def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.actors.policy_transfer import EngineClient
+from cotrain.actors.policy import EngineClient
 
 
 class Engine:

@@ -9,6 +9,7 @@ import pytest
 
 from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.replicas import MOST_RESTARTS
+from cotrain.engine.engine import RolloutEngine
 from cotrain.process.failures import RunFailure
 from cotrain.records import GainReport, StepTotal, SwapReport, Versions, WeightPayload, Window
 from cotrain.weights.payload import WeightUpdateRefused
@@ -252,7 +253,7 @@ def test_what_an_engine_has_seen_is_known_by_its_number_whichever_are_away() -> 
         engine.window = Window(GainReport(i), [StepTotal(0, i + 1, "steady", 1, 1, 0.1)])
     engines = engines_of(*stand_ins)
     engines.lose(0, RunFailure("it died"))
-    assert engines.take_windows() == {1: stand_ins[1].window, 2: stand_ins[2].window}
+    assert engines.call_all(RolloutEngine.take_window) == {1: stand_ins[1].window, 2: stand_ins[2].window}
 
 
 def test_no_two_engines_of_any_runs_or_attempts_draw_the_same_noise() -> None:

@@ -48,7 +48,7 @@ class Engines:
             self.in_dispatch.remove(engine)
             self.reactor.add(Reference(("start", engine)), lambda _: self.in_dispatch.append(engine))
 
-    def take_windows(self) -> dict[int, Window]:
+    def call_all(self, method: Any) -> dict[int, Window]:
         return {}
 
 

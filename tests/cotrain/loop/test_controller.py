@@ -243,7 +243,7 @@ class SlowEngines(Engines):
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: float, together: Any) -> RolloutBatch:
         return RolloutBatch([], [], None, 1.0, 0)
 
-    def take_windows(self) -> dict[int, Window]:
+    def call_all(self, method: Any) -> dict[int, Window]:
         raise AssertionError("what the engines have measured belongs to the window in which their groups end")
 
 
@@ -352,9 +352,9 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
 
     monkeypatch.setattr(Engines, "begin_generate", begin_generate)
     monkeypatch.setattr("tests.cotrain.simulated_roles.Reactor.is_there", lambda *_: written["now"])
-    monkeypatch.setattr(Policy, "begin_save", lambda self, folder, weights=True: (folder.mkdir(), Pending([None]))[1])
+    monkeypatch.setattr(Policy, "save", lambda self, folder, weights=True: (folder.mkdir(), Pending([None]))[1])
     dropped: list[int] = []
-    monkeypatch.setattr(Drafter, "begin_drop_earlier_versions", lambda _: dropped.append(controller.step + 1))
+    monkeypatch.setattr(Drafter, "drop_earlier_versions", lambda _: dropped.append(controller.step + 1))
     controller.run()
     assert dropped == [3, 6], "not where a run ends or is stopped in between"
     assert there == [(step, step >= 5) for step in range(7)], "begun after step 3, and whole in step 5"
@@ -367,13 +367,13 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
 
 def test_the_policys_file_is_written_while_the_drafter_trains(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     controller = start(World(GOOD))
-    begin, trains = Policy.begin_write_payload, []
+    write, trains = Policy.write_payload, []
 
-    def begin_write_payload(policy: Policy, path: Path) -> Pending[Any]:
+    def write_payload(policy: Policy, path: Path) -> Pending[Any]:
         trains.append(controller._training.under_way)
-        return begin(policy, path)
+        return write(policy, path)
 
-    monkeypatch.setattr(Policy, "begin_write_payload", begin_write_payload)
+    monkeypatch.setattr(Policy, "write_payload", write_payload)
     go(controller, 2)
     assert trains == [True, True]
 

@@ -1,5 +1,6 @@
 """The drafter's training beside other calls of its trainer, on the reactor that runs use."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from cotrain.actors.learner import Pending
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.training import DrafterTraining
 from cotrain.run.rows import RowFile, read_rows
+from cotrain.trainer.trainer import DrafterTrainer
 from tests.cotrain.loop.simulated_ray import Cluster, Reference
 
 
@@ -19,14 +21,8 @@ class Trainer:
         self.waiting: list[Reference] = []
         self.made: list[Any] = []
 
-    def begin_train(self, step: int, num_updates: int) -> Pending[Any]:
-        return self._begin("train", step, num_updates)
-
-    def begin_set_target_weights(self) -> Pending[Any]:
-        return self._begin("set_target_weights")
-
-    def _begin(self, *call: Any) -> Pending[Any]:
-        self.waiting.append(Reference(call))
+    def begin(self, method: Callable[..., Any], *args: Any) -> Pending[Any]:
+        self.waiting.append(Reference((method.__name__, *args)))
         return Pending(self.waiting[-1:])
 
     def work(self, _: Any = None) -> None:
@@ -62,7 +58,7 @@ def test_a_round_is_waited_for(new: Any) -> None:
 def test_other_calls_come_between_two_updates(new: Any) -> None:
     trainer, reactor, training, events = new(lag=1)
     training.begin(3)
-    heads = trainer.begin_set_target_weights()
+    heads = trainer.begin(DrafterTrainer.set_target_weights)
     reactor.wait(heads.references)
     assert trainer.made == [("train", 3, 1), ("set_target_weights",)]
     training.begin(4)  # a round begins before the last one has ended

@@ -37,6 +37,12 @@ def train(learner: PolicyLearner, model_path: str) -> list[dict[str, float]]:
     return [*metrics, learner.update(one_advantage(model_path))]
 
 
+def leave(learner: PolicyLearner) -> None:
+    """Leave the process group, once all ranks are done with it."""
+    learner._accelerator.wait_for_everyone()
+    learner._accelerator.end_training()
+
+
 def run_rank(rank: int, port: int, model_path: str, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
@@ -63,5 +69,5 @@ def run_rank(rank: int, port: int, model_path: str, folder: str) -> None:
         learner.update(rollouts)
     except FloatingPointError as error:
         (output / f"error-{rank}").write_text(str(error))
-    learner.close()
+    leave(learner)
     os._exit(0)  # gloo's threads now and then keep a process from ending; the ranks of a run are killed by Ray

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from policy_cases import ROLLOUT, make_learner, make_rollouts, served_state
-from policy_ddp_rank import train
+from policy_ddp_rank import leave, train
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -78,7 +78,7 @@ def run_rank(rank: int, ports: list[int], models: dict[str, str], folder: str) -
         write(use(alone, tiny), output / "alone")
         alone.save(output / "saved_by_1")
         write(go_on(alone, tiny), output / "alone_on")
-        alone.close()
+        leave(alone)
 
     join(rank, 2, ports[1])
     fields = {"sharding": "fsdp2", "num_processes": 2, "micro_batch_tokens": MICRO_BATCH_TOKENS}
@@ -89,14 +89,14 @@ def run_rank(rank: int, ports: list[int], models: dict[str, str], folder: str) -
     resume(tiny, fields, rank, output)
     fail(tiny, fields, rank, output)
     (output / f"peak-{rank}").write_text(str(peak_of_streaming(models["large_model"], fields, output)))
-    learner.close()
+    leave(learner)
 
     if rank == 0:
         join(0, 1, ports[2])
         alone = make_learner(tiny, sharding="fsdp2")
         alone.load(output / "saved_by_2")
         write(go_on(alone, tiny), output / "from_2_to_1")
-        alone.close()
+        leave(alone)
     os._exit(0)  # gloo's threads now and then keep a process from ending; the ranks of a run are killed by Ray
 
 

@@ -293,10 +293,10 @@ config = RunConfig(name="slow", steps=1, policy={"model": "tiny:llama"}, task=ta
 cluster = Cluster(config, Path.cwd())
 nodes = Nodes(cluster, "slow")
 engines = RolloutEngines(cluster, nodes, config, CurrentWeights(Versions(0, 0)), print)
-engines.reset_prefix_cache()
+engines.call_all(Slow.reset_prefix_cache)
 outstanding = [engines.begin_generate(0, [], False) for _ in range(12)]
 started = time.monotonic()
-engines.reset_prefix_cache()
+engines.call_all(Slow.reset_prefix_cache)
 print(json.dumps({"seconds": time.monotonic() - started, "under way": 12 - sum(map(cluster.is_there, outstanding))}))
 nodes.close()
 cluster.stop()

@@ -106,7 +106,7 @@ def ended_run(root: Path, finished: bool) -> str:
         controller = Mock(config=read_config(run_dir.config), run_dir=run_dir, mode=None, versions=Versions(1, 1))
         controller.step = len(read_rows(run_dir.metrics))
         controller.records = Mock(tracker=tracker, console=Console(stream))
-        controller.roles.engines.describe_speculation.return_value = ["k=2 (fixed)", "k=2 (fixed)"]
+        controller.roles.engines.call_all.return_value = {0: "k=2 (fixed)", 1: "k=2 (fixed)"}
         finish(controller, finished, Mock(passed=True))
     tracker.finish.assert_called_once_with("FINISHED" if finished else "KILLED")
     return stream.getvalue()
