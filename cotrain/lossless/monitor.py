@@ -128,8 +128,6 @@ class LosslessMonitor:
             chosen.append(replace(rollout, token_ids=tokens, log_probs=log_probs, verification_steps=()))
             speculated += speculated_tokens(rollout, length)
             left -= len(rollout.prompt_token_ids) + length
-            if left <= 0:
-                break
         return chosen, speculated
 
 

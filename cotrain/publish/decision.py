@@ -104,7 +104,7 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outco
             serving = replace(serving, last_good=version)
             outcome.note(evidence, "kept", f"version {version} is served as expected: kept", dict(outcome.metrics))
     draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
-    unjudged = serving.unjudged + (scores.suffice or enough(draftable))
+    unjudged = serving.unjudged + (enough(scores.prompts) or enough(draftable))
     outcome.serving = replace(serving, unjudged=unjudged)
     judge(evidence, config, outcome)
     return outcome
@@ -135,7 +135,7 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
     because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
         outcome.metrics |= numbers
-        if always or scores.suffice:
+        if always or enough(scores.prompts):
             kind = "published" if always else "refused"
             reason = f"{judged_on} could be scored, and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed"
             outcome.note(evidence, kind, f"{kind}{because}: {reason}", numbers | {"gate/publish": float(always)})

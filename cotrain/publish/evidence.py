@@ -30,11 +30,6 @@ class FreshScores:
     gathered: "FreshScores | None" = None
     """The same candidate on these rollouts and those of the steps before; None is these alone. Nothing but the gate reads it."""
 
-    @property
-    def suffice(self) -> bool:
-        """Whether a candidate can be judged by them."""
-        return enough(self.prompts)
-
     def after(self, earlier: "FreshScores | None") -> "FreshScores":
         """Return these scores and earlier ones together, or these alone if the earlier ones are not of the same candidate."""
         if earlier is None or earlier.updates != self.updates or not (self.candidate and earlier.candidate):

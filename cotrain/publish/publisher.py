@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cotrain.acceptance_stats import last_segment, total_counts
-from cotrain.config.schema import DrafterConfig, RunConfig
+from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
@@ -35,13 +35,7 @@ class PublisherSpec:
 
     drafter: DrafterConfig
     total_steps: int  # steps of the run, over which the probability of a false alarm is split
-    recomputes: bool  # whether a policy update in the middle of a rollout recomputes the KV cache of its text
-
-
-def publisher_spec(config: RunConfig) -> PublisherSpec:
-    """Return the settings of a run's publisher."""
-    assert config.drafter is not None
-    return PublisherSpec(config.drafter, config.steps, recomputes=True)
+    recomputes: bool = True  # whether a policy update in the middle of a rollout recomputes the KV cache of its text
 
 
 class Engines(Protocol):

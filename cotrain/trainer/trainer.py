@@ -17,7 +17,7 @@ from numpy._core.multiarray import _reconstruct
 
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
-from cotrain.publish.evidence import FreshScores
+from cotrain.publish.evidence import FreshScores, enough
 from cotrain.records import WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, TrainingBatch, batches_of, spread_over_prompts, teacher_of
 from cotrain.trainer.memory import return_freed_blocks
@@ -180,7 +180,7 @@ class DrafterTrainer:
             served_by=[record.drafter_version for record in records],
         )
         gathered = progress.gathered = fresh.after(progress.gathered)
-        if has_candidate and not gathered.suffice and self._held is None:
+        if has_candidate and not enough(gathered.prompts) and self._held is None:
             self._held = updates, self._frozen_copy()
         return replace(fresh, gathered=gathered)
 

@@ -99,8 +99,7 @@ class Initialisation:
             figures = await self._figures(engine, trainer)
         version, drafter = trainer.drafter_version, self.run_dir.path / "drafter"
         trainer.save_checkpoint(drafter, version)
-        text = f"{config.name}:rollouts to step {config.steps}"
-        tags = {"init": self._drafter.init or "random", "data_fingerprint": text}
+        tags = {"data_fingerprint": f"{config.name}:rollouts to step {config.steps}"}
         metrics = {f"drafter/{name}": figures[name] for name in ("expected_acceptance_length", "vocabulary_coverage")}
         policy = state.fingerprints["model"]
         with self.console.phase("MLflow"), Tracker(config, policy=policy, say=self.console.say) as tracker:
