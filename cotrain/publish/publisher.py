@@ -25,14 +25,11 @@ DELIVERY_CHECK_STEPS = 10
 """Steps between read-backs of the served drafter weights, besides the read-back of each update. What is lost in between (sleep,
 a reload) costs acceptance only, and a read-back takes about as long as a swap."""
 
-DRAFTER_FILE = "drafter.safetensors"
-"""Name of the file that brings drafter weights to the engines, in the shared-memory folder of the trainer's node."""
+DRAFTER_FILE = "drafter.safetensors"  # brings weights to the engines, in the shared memory of the trainer's node
 
 
 @dataclass(frozen=True)
 class PublisherSpec:
-    """Settings of a Publisher."""
-
     drafter: DrafterConfig
     total_steps: int  # steps of the run, over which the probability of a false alarm is split
     recomputes: bool = True  # whether a policy update in the middle of a rollout recomputes the KV cache of its text
@@ -115,7 +112,6 @@ class Publisher:
         return {"serving": asdict(self.serving), "mode": self.mode}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
         self.serving, self.mode = Publication(**state["serving"]), state["mode"]
         if self.mode is not None:
             self._engines.set_num_speculative_tokens(0)

@@ -162,8 +162,8 @@ class Tracker(AbstractContextManager["Tracker"]):
     ) -> Future[int | None]:
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, aliases `serving` and `best`.
 
-        `tags` must hold data_fingerprint. The folder must stay until the future is done; its result is the registered version,
-        or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
+        `tags` must hold data_fingerprint. The folder must stay until the future is done; its result is the registered
+        version, or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
         """
         what, config = f"drafter {versions.drafter}", self._config
         if not config.tracking.log_drafters:

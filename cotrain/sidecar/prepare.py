@@ -22,16 +22,12 @@ from cotrain.transport.spool import Settings, Spool, read_json, remove_leftovers
 from drafters.base import TargetSpec
 from drafters.files import read_config
 
-FIXED = "fixed.json"
-"""File beside the first drafter, with what an engine that was started with it cannot change while it lives."""
+FIXED = "fixed.json"  # file beside the first drafter, with what an engine that was started with it cannot change
 WAITING_HEADS = 2  # policy versions whose embedding and head have room in the spool besides features.max_bytes
-HEADS_KEPT = 4
-"""How many policy versions back the trainer keeps heads even if it holds no features of them; see also KEPT_VERSIONS."""
+HEADS_KEPT = 4  # policy versions back of which the trainer keeps heads even without features; see also KEPT_VERSIONS
 
 
 class Prepared(NamedTuple):
-    """What the service starts with."""
-
     config: SidecarConfig
     run_dir: RunDir
     state: RunState
