@@ -131,10 +131,9 @@ class DrafterService:
             self._publisher.take_back(outcome)
             self._send(before)
         else:
-            config, folder = self._prepared.config, self._prepared.run_dir.drafter(event.version)
+            name, folder = self._prepared.config.name, self._prepared.run_dir.drafter(event.version)
             self._prepared.trainer.save_checkpoint(folder, event.version)
-            text = f"{config.name}:the host's requests to round {step - 1}"
-            tags = {"data_fingerprint": text, "decision": event.reason}
+            tags = {"data_fingerprint": f"{name}:the host's requests to round {step - 1}", "decision": event.reason}
             self._tracker.log_drafter(folder, self._engines.current.versions, step, outcome.promised, tags)
         self._note([event])
         return True
