@@ -105,7 +105,7 @@ def simulate(case: Case, num_steps: int, seed: int = 0) -> Tally:
     world = World(GOOD, 0.0, seed, case.prompts, case.samples, case.lengths)
     drafter = DrafterConfig.model_validate({"model": {"type": "eagle3"}})
     world.current = CurrentWeights(Versions(0, 0), case.lag)
-    publisher = Publisher(PublisherSpec(drafter, num_steps, recomputes=True), world, world, Path(), world.current)
+    publisher = Publisher(PublisherSpec(drafter, num_steps), world, world, Path(), world.current)
     tally, since, better = Tally(), 0, False
     steps = with_lag(case, world, num_steps) if case.lag else in_turns(world, num_steps)
     for step, batch in enumerate(steps, 1):

@@ -268,14 +268,9 @@ class Controller:
 
     def _keep_drafter(self, step: int, outcome: Outcome) -> None:
         """Record that the engines now serve another drafter, and log this drafter in the registry."""
-        drafter, config, event = self.roles.drafter, self.config.drafter, outcome.events[-1]
-        assert drafter is not None and config is not None
+        event = outcome.events[-1]
         folder = self.run_dir.drafter(event.version)
-        tags = {
-            "init": config.init or "random",
-            "data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}",
-            "decision": event.reason,
-        }
+        tags = {"data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}", "decision": event.reason}
         self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
 
     def _report(self, result: StepResult) -> None:

@@ -22,13 +22,9 @@ LOGIT_ERROR = {"float32": 5e-4, "bfloat16": 0.25}
 """Largest difference of a logit between the engine in this number format and a float32 forward pass of the same weights.
 float32: kernels add up in another order. bfloat16: two units in the last place of a logit of 16 to 32."""
 
-EDGE_SHARE = 0.01
-"""Largest share of tokens at which the engine truncates elsewhere: at ties within the error of a logit."""
-
+EDGE_SHARE = 0.01  # largest share of tokens at which the engine truncates elsewhere: at ties within a logit's error
 RARE_EDGES = 0.01  # logit error above which top-k and top-p often truncate at another token in the engine
-
 LEAST_TOKENS = 100  # fewest tokens of a stratum that get checks of their own
-
 UNDRAFTED, BONUS, UNKNOWN = "undrafted", "bonus", "unknown"
 
 

@@ -18,6 +18,7 @@ from drafters.base import SamplingParams
 from drafters.losses import at_least_float32, truncate
 
 BY_PROBABILITY = "probability"
+CHUNK_ROWS = 64
 
 Floats = NDArray[np.float64]
 
@@ -28,10 +29,8 @@ class Draws:
 
     probability: Floats
     log_prob: Floats
-    before: dict[str, Floats]
-    """By name of an order: the total probability of the outcomes that come before the drawn one."""
-    impossible: NDArray[np.bool_]
-    """The outcome has probability 0; its numbers are those of the least likely possible outcome."""
+    before: dict[str, Floats]  # by name of an order: total probability of the outcomes that come before the drawn one
+    impossible: NDArray[np.bool_]  # probability is 0; the outcome's numbers are those of the least likely possible one
     outside: NDArray[np.bool_]  # the outcome is impossible, and no numerical error of the distribution explains it
 
     def __len__(self) -> int:
@@ -88,9 +87,6 @@ def concatenate(parts: Sequence[Draws]) -> Draws:
         np.concatenate([part.impossible for part in parts]),
         np.concatenate([part.outside for part in parts]),
     )
-
-
-CHUNK_ROWS = 64
 
 
 @torch.no_grad()

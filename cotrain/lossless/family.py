@@ -23,6 +23,9 @@ probability 0.9 (detectable_distance); with fewer, only the grossest faults coul
 
 POWER = 0.9  # probability of finding a fault of the stated size
 
+TIE_GAP = {"float32": 1e-4, "bfloat16": 0.26}
+"""Log-prob gap up to which two tokens count as tied; in bfloat16, two units in the last place of logits of 16 to 32."""
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -32,8 +35,7 @@ class CheckResult:
     effect: float
     unit: str
     p: float  # probability of an effect at least as extreme on a lossless engine; 0 is proof of a fault
-    adjusted_p: float = math.nan
-    """Smallest false-alarm rate of its whole family at which the check fails; known once the family is judged."""
+    adjusted_p: float = math.nan  # smallest false-alarm rate of the family at which it fails; known once judged
 
     def __post_init__(self) -> None:
         if not 0 <= self.p <= 1:
@@ -94,10 +96,6 @@ def detectable_distance(num_tokens: int, level: float) -> float:
 
 def _ks_quantiles(level: float) -> float:
     return float(stats.kstwobign.isf(level) + 0.5 * stats.norm.ppf(POWER))
-
-
-TIE_GAP = {"float32": 1e-4, "bfloat16": 0.26}
-"""Log-prob gap up to which two tokens count as tied; in bfloat16, two units in the last place of a logit of 16 to 32."""
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,8 @@ from cotrain.lossless.setting import describe
 from cotrain.records import Rollout
 from drafters.base import SamplingParams
 
-FALSE_ALARM_RATE = 0.01
-"""Largest probability that any check of a run raises an alarm although its rollouts are as they should be."""
-
-WEIGHT_ROUNDING = 2.0
-"""Factor on LOGIT_ERROR in bfloat16: the learner's weights are float32 masters, the engine's are rounded."""
+FALSE_ALARM_RATE = 0.01  # largest probability that a run has any alarm although its rollouts are as they should be
+WEIGHT_ROUNDING = 2.0  # factor on LOGIT_ERROR in bfloat16: the learner's weights are float32, the engine's are rounded
 
 
 @dataclass
@@ -97,7 +94,6 @@ class LosslessMonitor:
         return verdict, {f"lossless/{name}": float(value) for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return asdict(self._state)
 
     def _is_due(self, step: int, run_seconds: float) -> bool:
@@ -128,8 +124,6 @@ class LosslessMonitor:
             chosen.append(replace(rollout, token_ids=tokens, log_probs=log_probs, verification_steps=()))
             speculated += speculated_tokens(rollout, length)
             left -= len(rollout.prompt_token_ids) + length
-            if left <= 0:
-                break
         return chosen, speculated
 
 

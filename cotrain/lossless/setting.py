@@ -17,10 +17,8 @@ class Setting:
 
     num_speculative_tokens: int  # 0: no speculation
     method: str  # greedy or probabilistic drafts; it has no effect without speculation
-    samplings: tuple[SamplingParams, ...]
-    """Request i has samplings[i % len(samplings)]; their draft_sample_method is not read."""
-    unsteady: bool = False
-    """While it runs, the draft length jumps between 0 and num_speculative_tokens, and drafters are swapped for each other."""
+    samplings: tuple[SamplingParams, ...]  # see `sampling`; their draft_sample_method is not read
+    unsteady: bool = False  # the draft length jumps between 0 and num_speculative_tokens, and drafters are swapped
 
     def sampling(self, request: int) -> SamplingParams:
         return self.samplings[request % len(self.samplings)]

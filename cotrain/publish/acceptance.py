@@ -20,16 +20,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ExpectedAcceptance:
-    """What a drafter is expected to reach on rollouts like those it was scored on, at each draft length 1 to K.
-
-    The draft length decides where verification steps begin, so one length says little about another (docs/internals/publishing.md).
-    """
+    """What a drafter is expected to reach on rollouts like those it was scored on, at each draft length 1 to K."""
 
     rates: Array
     """[K, K] share of verification steps with k + 1 draft tokens that accept position i + 1 and all before it; 0 for
     positions beyond the draft length."""
-    without: Array
-    """[K, G] accepted draft tokens per verification step with k + 1 draft tokens, without each of the G prompts."""
+    without: Array  # [K, G] accepted draft tokens per such verification step, without each of the G prompts
     num_rollouts: int = 0
 
     @property

@@ -29,22 +29,17 @@ ROLLOUT_CORRELATION = 0.2
 to succeed or fail together. 0 would count every draft as an independent trial."""
 
 LOWER_BOUND_ERRORS = 3.0  # number of standard errors that the test for zero acceptance subtracts from the expected gain
-
 LAG_ROUNDS = 4  # training rounds that may pass without a comparison, while steps have enough rollouts for one
 
 ADVICE = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
-"""Probable cause and remedy of each alarm, by its name."""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One alarm: text and numbers."""
-
     name: str  # one of ADVICE
     what: str
     numbers: Mapping[str, float] = field(default_factory=dict)
-    fatal: bool = False
-    """Whether the rollouts themselves cannot be trusted, so that continuing without speculation would not help."""
+    fatal: bool = False  # the rollouts themselves cannot be trusted, so continuing without speculation would not help
 
     def __str__(self) -> str:
         advice = ADVICE[self.name]
@@ -62,11 +57,7 @@ class DrafterAlarm(RunFailure):
 
 
 def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> list[Alarm]:
-    """Return all alarms of one step of a run of `total_steps` steps: versions and weights that differ from those sent, a lack of
-    draft tokens, candidates that never come, and low acceptance.
-
-    While the canary watches the serving drafter, low acceptance is left to the canary.
-    """
+    """Return all alarms of a step. Low acceptance is left to the canary while it watches the serving drafter."""
     batch, believed, alarms = evidence.batch, evidence.versions, list[Alarm]()
     if others := {rollout.versions for rollout in batch.rollouts} - {believed, *evidence.known}:
         seen, fatal = ", ".join(sorted(map(str, others))), any(version.policy != believed.policy for version in others)
@@ -106,10 +97,7 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
 def check_acceptance(
     evidence: Evidence, config: DrafterConfig, total_steps: int
 ) -> tuple[dict[str, float], Alarm | None]:
-    """Compare served with expected acceptance on the same rollouts; alarm if the difference is beyond noise and tolerance.
-
-    The numbers are empty if the step has no evidence on the drafter.
-    """
+    """Test served against expected acceptance, beyond noise and tolerance. Without evidence, there are no numbers."""
     # After a pause in drafting, the expected acceptance of a rollout is unknown.
     serving = evidence.versions.drafter
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]

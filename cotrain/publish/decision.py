@@ -15,11 +15,8 @@ from cotrain.publish.alarms import Alarm, DrafterAlarm, check_acceptance, check_
 from cotrain.publish.evidence import CANARY_STEPS, Evidence, Publication, enough
 from cotrain.records import RolloutBatch, SwapReport
 
-CONFIDENCE = 0.95
-"""Confidence of the lower bound of each candidate's gain. A publication without any gain costs only a swap."""
-
-MARGIN = 0.02
-"""Acceptance length that the lower bound of the gain must exceed; a smaller gain would not show in the speed."""
+CONFIDENCE = 0.95  # of the lower bound of each candidate's gain; a publication without any gain costs only a swap
+MARGIN = 0.02  # acceptance length that this bound must exceed; a smaller gain would not show in the speed
 
 Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm"]
 
@@ -29,8 +26,7 @@ class DrafterEvent:
     """One decision about the drafter, as decisions.jsonl holds it."""
 
     step: int
-    kind: Kind
-    """A candidate is published, kept back or refused; the canary rolls it back or keeps it; a step raises an alarm."""
+    kind: Kind  # a candidate is published, kept back or refused; the canary rolls it back or keeps it; or an alarm
     version: int  # the drafter that the engines serve from the next step on
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -55,8 +51,7 @@ class Outcome:
     events: list[DrafterEvent] = field(default_factory=list)
     """Reasons in words and numbers. The last one says whether the candidate or the last good version is to serve."""
     metrics: dict[str, float] = field(default_factory=dict)
-    expected: ExpectedAcceptance | None = None
-    """What the published candidate is expected to reach; None when it could not be scored."""
+    expected: ExpectedAcceptance | None = None  # what a published candidate should reach; None if it was not scored
     failure: DrafterAlarm | None = None  # to be raised once the events are recorded
     swap: SwapReport | None = None  # the swap, when there was one: the publisher fills it in
     trains: bool = False  # whether the drafter is to be trained on this step's rollouts
@@ -104,7 +99,7 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outco
             serving = replace(serving, last_good=version)
             outcome.note(evidence, "kept", f"version {version} is served as expected: kept", dict(outcome.metrics))
     draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
-    unjudged = serving.unjudged + (scores.suffice or enough(draftable))
+    unjudged = serving.unjudged + (enough(scores.prompts) or enough(draftable))
     outcome.serving = replace(serving, unjudged=unjudged)
     judge(evidence, config, outcome)
     return outcome
@@ -135,7 +130,7 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
     because = ' because publish_when = "always"' if always else ""
     if candidate is None or serving is None or num_rollouts < MIN_ROLLOUTS or num_prompts < MIN_PROMPTS:
         outcome.metrics |= numbers
-        if always or scores.suffice:
+        if always or enough(scores.prompts):
             kind = "published" if always else "refused"
             reason = f"{judged_on} could be scored, and {MIN_ROLLOUTS} rollouts of {MIN_PROMPTS} prompts are needed"
             outcome.note(evidence, kind, f"{kind}{because}: {reason}", numbers | {"gate/publish": float(always)})

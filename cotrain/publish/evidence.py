@@ -22,18 +22,12 @@ class FreshScores:
 
     prompts: list[str]  # [R] prompt of each rollout
     serving: list[RolloutAcceptance]  # [K] of the serving drafter at draft lengths 1 to K
-    candidate: list[RolloutAcceptance] | None
-    """[K] of the candidate; None where all weights so far were judged or published."""
+    candidate: list[RolloutAcceptance] | None  # [K] of the candidate; None if all weights were judged or published
     updates: int  # optimizer steps that led to the candidate
     served_by: list[int]  # [R] drafter version that the last segment of each rollout was drafted with
     steps: int = 1  # steps that the rollouts are of
     gathered: "FreshScores | None" = None
     """The same candidate on these rollouts and those of the steps before; None is these alone. Nothing but the gate reads it."""
-
-    @property
-    def suffice(self) -> bool:
-        """Whether a candidate can be judged by them."""
-        return enough(self.prompts)
 
     def after(self, earlier: "FreshScores | None") -> "FreshScores":
         """Return these scores and earlier ones together, or these alone if the earlier ones are not of the same candidate."""
@@ -50,10 +44,8 @@ class Publication:
     """The record of the drafter that serves, with what the next decision must know of earlier ones. Saved in checkpoints."""
 
     last_good: int  # the last version that was served as expected; a roll-back returns to it
-    judged_update: int = 0
-    """Optimizer steps behind the candidate that was last judged; each candidate is judged only once."""
-    unjudged: int = 0
-    """Steps with enough rollouts to judge by, scored or not, since a candidate was last compared with the serving drafter."""
+    judged_update: int = 0  # optimizer steps behind the candidate that was last judged; each one is judged only once
+    unjudged: int = 0  # steps with enough rollouts to judge by, scored or not, since a candidate was last compared
     swap_seconds: float = 0.0  # seconds that the last swap took
     watched: int = 0  # number of further steps for which the canary watches the serving drafter
 
@@ -76,16 +68,11 @@ class Evidence:
     """What one step showed, before any drafter was trained on its rollouts."""
 
     step: int
-    batch: RolloutBatch
-    """Each rollout is cut to its last segment, with the counts of that segment: the drafters were scored on these."""
+    batch: RolloutBatch  # each rollout cut to its last segment, with its counts: the drafters were scored on these
     versions: Versions  # the versions that the engines should serve
     serving: Publication
-    scores: FreshScores
-    """Scores of the serving drafter and the candidate, on the same rollouts of this step and perhaps of those before."""
-    expected: ExpectedAcceptance | None = None
-    """Expected acceptance of the serving drafter in this step; None if too few rollouts could be scored."""
+    scores: FreshScores  # of both drafters, on the same rollouts of this step and perhaps of those before
+    expected: ExpectedAcceptance | None = None  # of the serving drafter in this step; None if too few were scored
     sent: Mapping[str, str] = field(default_factory=dict)  # digests of the drafter's tensors as they were sent
-    served: Sequence[Mapping[str, str]] = ()
-    """The digests of these tensors in each engine; empty in steps in which nothing is read back."""
-    known: Collection[Versions] = ()
-    """Other versions that may have generated rollouts of this step, if rollouts continue while weights change."""
+    served: Sequence[Mapping[str, str]] = ()  # and as each engine has them; empty in steps that read nothing back
+    known: Collection[Versions] = ()  # other versions that may have generated rollouts of this step, with lag

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cotrain.acceptance_stats import last_segment, total_counts
-from cotrain.config.schema import DrafterConfig, RunConfig
+from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
 from cotrain.publish.decision import Outcome, alarmed, decide
@@ -25,23 +25,14 @@ DELIVERY_CHECK_STEPS = 10
 """Steps between read-backs of the served drafter weights, besides the read-back of each update. What is lost in between (sleep,
 a reload) costs acceptance only, and a read-back takes about as long as a swap."""
 
-DRAFTER_FILE = "drafter.safetensors"
-"""Name of the file that brings drafter weights to the engines, in the shared-memory folder of the trainer's node."""
+DRAFTER_FILE = "drafter.safetensors"  # brings weights to the engines, in the shared memory of the trainer's node
 
 
 @dataclass(frozen=True)
 class PublisherSpec:
-    """Settings of a Publisher."""
-
     drafter: DrafterConfig
     total_steps: int  # steps of the run, over which the probability of a false alarm is split
-    recomputes: bool  # whether a policy update in the middle of a rollout recomputes the KV cache of its text
-
-
-def publisher_spec(config: RunConfig) -> PublisherSpec:
-    """Return the settings of a run's publisher."""
-    assert config.drafter is not None
-    return PublisherSpec(config.drafter, config.steps, recomputes=True)
+    recomputes: bool = True  # whether a policy update in the middle of a rollout recomputes the KV cache of its text
 
 
 class Engines(Protocol):
@@ -121,7 +112,6 @@ class Publisher:
         return {"serving": asdict(self.serving), "mode": self.mode}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
         self.serving, self.mode = Publication(**state["serving"]), state["mode"]
         if self.mode is not None:
             self._engines.set_num_speculative_tokens(0)

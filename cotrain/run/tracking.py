@@ -162,14 +162,15 @@ class Tracker(AbstractContextManager["Tracker"]):
     ) -> Future[int | None]:
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, aliases `serving` and `best`.
 
-        `tags` must hold init and data_fingerprint. The folder must stay until the future is done; its result is the
-        registered version, or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
+        `tags` must hold data_fingerprint. The folder must stay until the future is done; its result is the registered
+        version, or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
         """
         what, config = f"drafter {versions.drafter}", self._config
         if not config.tracking.log_drafters:
             return self._outbox.add(what, lambda: None)
         lineage = {"policy_version": str(versions.policy), "drafter_version": str(versions.drafter)}
         lineage |= {"config_hash": config_hash(config), "run_name": config.name, "sampling": config.sampling}
+        lineage |= {"init": (config.drafter.init if config.drafter else None) or "random"}
         lineage |= {"policy": config.model, "policy_fingerprint": self._policy} | dict(tags)
         return self._outbox.add(what, partial(self._send_drafter, folder, lineage, dict(metrics), step))
 

@@ -17,8 +17,7 @@ from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.transport.spool import Description, EngineFolder, Finished, Offer, Spool, State, read_json, write_json
 from cotrain.weights.versions import CurrentWeights
 
-KNOWN_HEADS = 64
-"""Most policy heads whose version numbers are remembered. A head that comes back later counts as a new policy."""
+KNOWN_HEADS = 64  # most policy heads whose versions are remembered; one that comes back later counts as a new policy
 
 
 class Intake:

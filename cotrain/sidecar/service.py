@@ -37,7 +37,6 @@ def serve(
     """Train beside the engines that find the spool, until `stop` returns True.
 
     ready: returns what is printed once engines may start, from the policy's folder.
-
     Returns the verdicts on engines, and which requests could not be trained on, in words.
     Raises ValueError as `prepare` does, and RunFailure when training fails. The engines continue with the drafter they have.
     """
@@ -60,8 +59,7 @@ class DrafterService:
         self._prepared, self._tracker, self._console, self._state = prepared, tracker, console, prepared.state
         config, state, files = prepared.config, prepared.state, (prepared.run_dir.metrics, prepared.run_dir.decisions)
         self._metrics, self._decisions = (RowFile(file, resumed_step=state.step) for file in files)
-        heads = dict(state.heads)
-        self._intake = Intake(prepared.spool, prepared.trainer, config.num_speculative_tokens, heads)
+        self._intake = Intake(prepared.spool, prepared.trainer, config.num_speculative_tokens, dict(state.heads))
         current = CurrentWeights(state.versions, sys.maxsize)  # a host's rollouts may be of any earlier policy
         self._engines = Engines(prepared.spool, self._intake, current, prepared.inherits)
         # An alarm may end a host's speculation, but never the host.
@@ -133,10 +131,9 @@ class DrafterService:
             self._publisher.take_back(outcome)
             self._send(before)
         else:
-            config, folder = self._prepared.config, self._prepared.run_dir.drafter(event.version)
+            name, folder = self._prepared.config.name, self._prepared.run_dir.drafter(event.version)
             self._prepared.trainer.save_checkpoint(folder, event.version)
-            tags = {"init": config.drafter.init or "random", "decision": event.reason}
-            tags["data_fingerprint"] = f"{config.name}:the host's requests to round {step - 1}"
+            tags = {"data_fingerprint": f"{name}:the host's requests to round {step - 1}", "decision": event.reason}
             self._tracker.log_drafter(folder, self._engines.current.versions, step, outcome.promised, tags)
         self._note([event])
         return True

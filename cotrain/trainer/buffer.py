@@ -18,8 +18,6 @@ from drafters.base import SamplingParams
 
 
 class TrainingBatch(NamedTuple):
-    """Whole rollouts of one policy version, all sampled with the same parameters."""
-
     rows: DraftBatch
     sampling: SamplingParams
 
@@ -85,10 +83,7 @@ class FeatureBuffer:
         return pack(chosen)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is held, and how many rollouts since the start of the run were dropped or never entered.
-
-        An untrainable rollout has no draft position to supervise: it is too short, or has nothing but holes.
-        """
+        """Return what is held, and how many rollouts since the start of the run were dropped or never entered."""
         return {
             "drafter/buffer_tokens": sum(record.num_tokens for record in self.records),
             "drafter/buffer_bytes": sum(record.num_bytes for record in self.records),

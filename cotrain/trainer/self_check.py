@@ -16,8 +16,7 @@ from cotrain.process.failures import SelfCheckFailed
 from cotrain.records import RolloutBatch
 from cotrain.transport.features import read_shard
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08}
-"""Largest relative error of a layer's hidden states, by the engine's number format."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08}  # largest relative error, by the number format of the engine
 
 LOG_PROB_GAP = {"float32": 0.05, "bfloat16": 0.5}
 """Largest mean |engine's log-prob - learner's| of a step, in nats, by the engine's number format. Rounding gives about
@@ -34,11 +33,9 @@ def check_features(
 ) -> float | None:
     """Compare one tapped rollout, of this policy version if one is given, with the learner's own forward pass.
 
-    Returns the largest relative error, or None if only other versions were tapped.
-
-    hidden_states: (token ids, layers) -> (aux [T, A*H], final [T, H]) of the learner's own forward pass.
-    Each aux layer must also be closer to the policy's layer of that id than to its neighbours: where layers change
-    little, an off-by-one can hide below the tolerance. Raises SelfCheckFailed naming the layers.
+    hidden_states: (token ids, layers) -> (aux [T, A*H], final [T, H]) of that pass. Each aux layer must also be closer
+    to the policy's layer of that id than to its neighbours: where layers change little, an off-by-one can hide below
+    the tolerance. Returns the largest relative error, or None if only other versions were tapped.
     """
     if not batch.features:
         raise SelfCheckFailed("no rollout of the first step was tapped; raise rollout.features.max_bytes")

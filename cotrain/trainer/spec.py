@@ -10,14 +10,11 @@ MAX_ROLLOUTS = 32
 """Most rollouts of a step that drafters are scored on, spread over its prompts: scoring all of a large step would cost
 a tenth of its time and decide little better."""
 
-SPARE = 1.5
-"""Rollouts that are tapped for each one that is needed: how many are is random, and some have no hidden states to train on."""
+SPARE = 1.5  # rollouts tapped for each one needed: how many are is random, and some have no hidden states to train on
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Settings of a DrafterTrainer."""
-
     drafter: DrafterConfig
     serving_dtype: str  # number format of the engines, in which drafters are published: "float32" or "bfloat16"
     num_speculative_tokens: int  # most draft tokens in a verification step of the engines
@@ -26,8 +23,7 @@ class TrainerSpec:
     total_updates: int  # optimizer steps in all, which sets the length of a cosine schedule
     seed: int
     max_buffer_bytes: int  # most bytes of features that are held for training
-    max_policy_lag: int
-    """How many policy versions features may be older than the newest head that the trainer was given."""
+    max_policy_lag: int  # how many policy versions features may be older than the newest head that the trainer has
 
 
 def trainer_spec(config: RunConfig) -> TrainerSpec:

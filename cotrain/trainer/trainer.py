@@ -17,7 +17,7 @@ from numpy._core.multiarray import _reconstruct
 
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.process.failures import RunFailure
-from cotrain.publish.evidence import FreshScores
+from cotrain.publish.evidence import FreshScores, enough
 from cotrain.records import WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, TrainingBatch, batches_of, spread_over_prompts, teacher_of
 from cotrain.trainer.memory import return_freed_blocks
@@ -89,8 +89,7 @@ class DrafterTrainer:
             drafter = load_drafter(init_folder, self._target, spec.num_positions, config.model)
         self.drafter: Drafter = drafter.to(device)
         self._optimizer, self._scheduler = build_optimizer(drafter.parameters(), config.optimizer, spec.total_updates)
-        self.target_weights: dict[int, TargetWeights] = {}
-        """Embedding and head of each policy version whose features can be taken in."""
+        self.target_weights: dict[int, TargetWeights] = {}  # of each policy version whose features can be taken in
         self._buffer = FeatureBuffer(spec.max_buffer_bytes, config.buffer.max_age)
         self._rng = torch.Generator().manual_seed(spec.seed)
         is_new = init_folder is None
@@ -100,12 +99,10 @@ class DrafterTrainer:
 
     @property
     def drafter_version(self) -> int:
-        """Publications so far."""
         return self._progress.drafter_version
 
     @property
     def serving_dtype(self) -> torch.dtype:
-        """Number format of the engines, in which drafters are published."""
         return getattr(torch, self._spec.serving_dtype)
 
     def serve_as(self, dtype: str) -> None:
@@ -119,8 +116,7 @@ class DrafterTrainer:
     def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
         """Read embedding and head of a policy version from a safetensors file in Hugging Face names, or a model folder.
 
-        Call it before the features of that version are used. Versions beyond max_policy_lag that no held feature needs are
-        forgotten.
+        Call it before features of that version come. Versions beyond max_policy_lag that none needs are forgotten.
         """
         weights = read_target_weights(payload_path, policy_version, self._target, self._device)
         needed, oldest = self._buffer.policy_versions, policy_version - self._spec.max_policy_lag
@@ -143,8 +139,7 @@ class DrafterTrainer:
     ) -> tuple[FreshScores, dict[str, float]]:
         """Add the rollouts of a step, and score the serving drafter and the candidate on MAX_ROLLOUTS of them at most.
 
-        A rollout is scored before it is trained on, since it cannot test a drafter that was trained on it. The first features of
-        a new drafter also choose its draft vocabulary.
+        A rollout cannot test a drafter that was trained on it. A new drafter's first features choose its vocabulary.
 
         features: shards, whose files are deleted, or records that have been read. serving: the version that the engines have.
         All publications but this one and those in `keep` are forgotten. judged: updates behind the candidate that was judged last.
@@ -180,7 +175,7 @@ class DrafterTrainer:
             served_by=[record.drafter_version for record in records],
         )
         gathered = progress.gathered = fresh.after(progress.gathered)
-        if has_candidate and not gathered.suffice and self._held is None:
+        if has_candidate and not enough(gathered.prompts) and self._held is None:
             self._held = updates, self._frozen_copy()
         return replace(fresh, gathered=gathered)
 
@@ -212,7 +207,6 @@ class DrafterTrainer:
         return metrics | self._buffer.metrics()
 
     def _update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Take one optimizer step on a batch."""
         rows, sampling = batch
         target, anchors = self.target_weights[rows.policy_version], self._spec.drafter.anchors
         with self._precision():
@@ -339,15 +333,13 @@ class DrafterTrainer:
     def _read(self, features: Sequence[str | FeatureRecord]) -> list[FeatureRecord]:
         """Return all records. The files of shards are deleted when all can be trained on."""
         shards = {one: read_shard(one) for one in features if isinstance(one, str)}
+        known, layers = sorted(self.target_weights), self.drafter.serving.aux_layers
         for shard, record in ((shard, record) for shard, records in shards.items() for record in records):
+            problem = f"features that cannot be trained on: {shard} has"
             if record.policy_version not in self.target_weights:
-                versions = sorted(self.target_weights)
-                problem = f"policy version {record.policy_version}, the trainer knows {versions}"
-            elif record.aux_layers != self.drafter.serving.aux_layers:
-                problem = f"aux layers {record.aux_layers}, the trainer knows {[self.drafter.serving.aux_layers]}"
-            else:
-                continue
-            raise ValueError(f"features that cannot be trained on: {shard} has {problem}")
+                raise ValueError(f"{problem} policy version {record.policy_version}, the trainer knows {known}")
+            if record.aux_layers != layers:
+                raise ValueError(f"{problem} aux layers {record.aux_layers}, the trainer knows {[layers]}")
         for shard in shards:
             Path(shard).unlink()
         return [record for one in features for record in (shards[one] if isinstance(one, str) else [one])]

@@ -22,7 +22,7 @@ from cotrain.lossless.family import GreedyCheck, compare_greedy
 from cotrain.policy.learner import PolicyLearner
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.publish.publisher import DRAFTER_FILE, Publisher, publisher_spec
+from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import Rollout, RolloutRequest
 from cotrain.run.checkpoint import RunState, is_disk_full
 from cotrain.run.console import Console, aligned
@@ -85,10 +85,11 @@ def start_roles(
         engines.update_policy(payload, versions.policy)
     if config.rollout.history is not None and state.step and (checkpoint / HISTORY).is_file():
         engines.call_all(RolloutEngine.on_workers, EngineWorker.load_history, str(checkpoint / HISTORY))
-    if drafter is not None:
+    if drafter is not None and config.drafter is not None:
         scratch = nodes.scratch[drafter.node]
         current.record_drafter(drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter), versions.drafter)
-        publisher = Publisher(publisher_spec(config), drafter, engines, scratch, current)
+        spec = PublisherSpec(config.drafter, config.steps)
+        publisher = Publisher(spec, drafter, engines, scratch, current)
     return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current), opened
 
 

@@ -21,8 +21,7 @@ from cotrain.records import Rollout, RolloutRequest, WeightPayload
 from cotrain.run.console import duration
 from drafters.base import SamplingParams
 
-Distributions = Callable[[Rollout, SamplingParams], Draws]
-"""Returns the response tokens of a rollout, each under its distribution, which is the distribution that the target gives it."""
+Distributions = Callable[[Rollout, SamplingParams], Draws]  # tokens of a response, each under the target's distribution
 
 DRAFT_VOCABULARY = "draft vocabulary"
 SECONDS_BETWEEN_SWAPS = 0.05
@@ -155,10 +154,7 @@ class Verifier:
     async def _disturbed(
         self, coroutine: Coroutine[Any, Any, list[Rollout]], lengths: Sequence[int]
     ) -> tuple[list[Rollout], int]:
-        """Swap drafters and cycle through draft lengths until the rollouts are done, then serve the first drafter again.
-
-        Returns the rollouts and the number of swaps.
-        """
+        """Swap drafters and change draft lengths until the rollouts are done. Returns them and the number of swaps."""
         engine, swaps, generating = self.engine, 0, asyncio.create_task(coroutine)
         try:
             while not generating.done():

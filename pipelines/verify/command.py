@@ -27,7 +27,6 @@ NUM_PROMPTS = 64
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of `cotrain verify`."""
     parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
     engines.add_engine_options(parser, "verify", tokens=48)
@@ -52,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     with engines.prepared_command("verify", args, prepare) as (out, (plan, setup), say):
         verdict = asyncio.run(_verify(plan, setup, args.threads, say))
-        settings = [str(setting) for setting in plan.settings]
-        about = {"settings": settings, "tokens_per_setting": plan.tokens}
+        about = {"settings": [str(setting) for setting in plan.settings], "tokens_per_setting": plan.tokens}
         report = engines.provenance(args) | about | outcome(verdict)
         write_json(out / "verify.json", report)
         write_page(out / "verify.md", report["verdict"], page(report))

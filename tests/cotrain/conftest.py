@@ -10,7 +10,7 @@ import pytest
 from cotrain.loop.controller import Controller, Records
 from cotrain.loop.producer import Prompts
 from cotrain.loop.roles import Roles
-from cotrain.publish.publisher import Publisher, publisher_spec
+from cotrain.publish.publisher import Publisher, PublisherSpec
 from cotrain.records import (
     Prompt,
     Versions,
@@ -60,7 +60,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         state = state or RunState(0, Versions(0, 0), {}, {})
         task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
         current = world.current = CurrentWeights(state.versions, config.stream.max_policy_lag)
-        publisher = Publisher(publisher_spec(config), world, world, tmp_path, current)
+        publisher = Publisher(PublisherSpec(config.drafter, config.steps), world, world, tmp_path, current)
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(simulated_roles.Engines(world), [Rewards()], *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)

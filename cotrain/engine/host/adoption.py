@@ -16,11 +16,8 @@ from cotrain.engine.host.breaker import log
 from cotrain.engine.interface import SIDECAR, SIDECAR_OF_RUNNER, SIDECAR_VERSIONS, moved_in, wrap
 from cotrain.transport.spool import VARIABLE, Settings, Spool, SpoolError, State, Verdict, remove_leftovers, write_json
 
-CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"
-"""If this variable is set, the process that makes an engine ends before it loads a model. The verdict is in the spool."""
-
-MARK = "cotrain_adopted"
-"""Attribute of an adopted engine's SchedulerConfig, which vLLM passes on to the engine core and the workers."""
+CHECK_VARIABLE = "COTRAIN_SIDECAR_CHECK"  # if it is set, the process that makes an engine ends before it loads a model
+MARK = "cotrain_adopted"  # attribute of an adopted engine's SchedulerConfig, which its core and workers get too
 
 HOST_HAS_SET = {
     "speculative_config": "an engine has one proposer: leave it out",
@@ -76,10 +73,7 @@ def _tell(model: str, reason: str | None) -> None:
 
 
 def check_arguments(args: Any, spool: Spool) -> Settings:
-    """Check vLLM's EngineArgs before an engine is configured, and return the trainer's settings.
-
-    Raises NotAdopted, and SpoolError where the spool cannot be used.
-    """
+    """Check vLLM's EngineArgs before an engine is configured. Returns the settings; raises NotAdopted or SpoolError."""
     import vllm
 
     settings = spool.settings()

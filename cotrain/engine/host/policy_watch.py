@@ -21,8 +21,7 @@ from cotrain.weights.payload import write_payload
 
 KEPT_VERSIONS = 2
 MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4  # about how many elements of each matrix and each vector are compared
-UPDATES = ("finish_weight_update", "reload_weights", "wake_up")
-"""Methods of vLLM's worker after which it may serve other weights."""
+UPDATES = ("finish_weight_update", "reload_weights", "wake_up")  # methods of a worker that may change its weights
 
 
 class PolicyWatch:
@@ -52,11 +51,8 @@ class PolicyWatch:
         """
         self.is_dirty = True
         in_session = self._in_update or getattr(self._worker, "_weight_update_active", False)
-        if (
-            self._worker.device.type == "cpu"
-            and not in_session
-            and not any(p.is_meta for p in self._model.parameters())
-        ):
+        packs = self._worker.device.type == "cpu" and not in_session
+        if packs and not any(p.is_meta for p in self._model.parameters()):
             initialize_layerwise_reload(self._model)
             self._opened = True
         with set_current_vllm_config(self._worker.vllm_config):
@@ -98,10 +94,7 @@ class PolicyWatch:
             old.unlink()
 
     def _matrices(self) -> dict[str, Tensor]:
-        """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out.
-
-        Raises ValueError for a model with several embeddings or heads.
-        """
+        """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out."""
         found = [module for module in self._model.modules() if isinstance(module, VocabParallelEmbedding)]
         embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
         tied = [e.weight for e in embeddings]

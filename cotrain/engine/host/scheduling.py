@@ -98,11 +98,10 @@ class Decisions:
         """Note that a request of vLLM's has ended; a tapped one goes into the next stamp."""
         self._counts["finished"] += 1
         name, asked = request.request_id, request.sampling_params
-        is_tapped = name in self._admission.tapped
         self._admission.observe({name: request.num_output_tokens})
-        if is_tapped:
-            reason, steps = str(request.get_finished_reason()), tuple(self._steps.pop(name))
-            finished = Finished(name, request.num_prompt_tokens, reason, steps)
+        if (steps := self._steps.pop(name, None)) is not None:
+            reason = str(request.get_finished_reason())
+            finished = Finished(name, request.num_prompt_tokens, reason, tuple(steps))
             sampling = asked.temperature, asked.top_p, max(asked.top_k, 0)
             self._finished.append((list(request.all_token_ids), sampling, finished))
 

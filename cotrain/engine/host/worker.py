@@ -31,8 +31,7 @@ from cotrain.transport.spool import Description, EngineFolder, Finished, Setting
 from cotrain.weights.payload import WeightUpdateRefused
 from drafters.base import SamplingParams
 
-SHARD_ROLLOUTS = 32
-"""Shards are written when this many rollouts have finished. Fewer suffice after REPORT_SECONDS, or when the engine is idle."""
+SHARD_ROLLOUTS = 32  # rollouts of a shard; fewer suffice after REPORT_SECONDS, or when the engine is idle
 
 
 class Shards:
@@ -41,8 +40,7 @@ class Shards:
     def __init__(self, engine: EngineFolder, max_bytes: int):
         self.engine, self._max_bytes, self._written, self._gains = engine, max_bytes, 0.0, list[GainReport]()
         self._waiting: list[tuple[FeatureRecord, Finished]] = []
-        self.dropped, self.seconds = Counter[str](), 0.0
-        """Number of requests that are not passed on, by reason, and the time of writing."""
+        self.dropped, self.seconds = Counter[str](), 0.0  # requests that are not passed on, by reason; time of writing
 
     def add(self, taken: Future[FeatureRecord | None], finished: Finished, is_usable: bool) -> None:
         """Add what the tap's thread takes of a request. is_usable: does the trainer have the policy's head?"""

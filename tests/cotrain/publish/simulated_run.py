@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cotrain.acceptance_stats import counts_of_steps, total_counts
-from cotrain.publish.evidence import FreshScores
+from cotrain.publish.evidence import FreshScores, enough
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.trainer.buffer import spread_over_prompts
 from cotrain.trainer.spec import MAX_ROLLOUTS
@@ -113,7 +113,7 @@ class World:
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         self.calls.append("train")
-        if self.gathered and self.gathered.candidate and not self.gathered.suffice and self.held is None:
+        if self.gathered and self.gathered.candidate and not enough(self.gathered.prompts) and self.held is None:
             self.held = self.skill, self.updates
         self.skill, self.updates = self.skill + self.learns, self.updates + num_updates
         return {"drafter/train_s": 1.0, "drafter/loss": 2.0}

@@ -12,7 +12,7 @@ import pytest
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.evidence import FreshScores
-from cotrain.publish.publisher import Publisher, publisher_spec
+from cotrain.publish.publisher import Publisher, PublisherSpec
 from cotrain.records import GainReport, RolloutBatch, WeightPayload
 from tests.cotrain.publish.simulated import sample_rollouts, score
 from tests.cotrain.publish.simulated_run import GOOD, PROMPTS, RANDOM, SAMPLES, World
@@ -29,7 +29,7 @@ def new_publisher(run_config: Any, tmp_path: Path) -> Any:
             drafter={"model": {"type": "eagle3"}, **drafter},
         )
         world.current.record_drafter(WeightPayload("", 0, {"fc.weight": str(world.serving)}), world.serving)
-        return Publisher(publisher_spec(config), world, world, tmp_path, world.current)
+        return Publisher(PublisherSpec(config.drafter, config.steps), world, world, tmp_path, world.current)
 
     return build
 

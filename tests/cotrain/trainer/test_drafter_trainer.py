@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cotrain.config.schema import RolloutConfig
+from cotrain.publish.evidence import enough
 from cotrain.trainer.buffer import teacher_of
 from drafters.losses import drafter_loss
 from tests.cotrain.trainer.conftest import SAMPLING, VOCAB, add, expected_rates, make_record, payload_of, weights_of
@@ -367,7 +368,7 @@ def test_a_rollout_in_which_nothing_could_be_drafted_or_with_a_hole_is_trained_o
     trainer = new_trainer()
     scores, metrics = trainer.take_in([shard_of([*records[:3], *odd])], 0, [0])
     assert metrics["drafter/buffer_tokens"] == 5 * 13 + 5
-    assert scores.prompts == [record.prompt_key for record in records[:3]] and not scores.suffice
+    assert scores.prompts == [record.prompt_key for record in records[:3]] and not enough(scores.prompts)
     assert np.isfinite(scores.serving[-1].steps).all()
 
 
@@ -382,10 +383,10 @@ def test_a_candidate_waits_for_enough_rollouts_while_training_goes_on(new_traine
 
     trainer = new_trainer()
     first = step(trainer, 1)
-    assert first.candidate is None and not first.suffice
+    assert first.candidate is None and not enough(first.prompts)
     candidate = weights_of(trainer)
     second = step(trainer, 2)
-    assert (second.updates, second.gathered.suffice, len(second.prompts)) == (3, False, 8)
+    assert (second.updates, enough(second.gathered.prompts), len(second.prompts)) == (3, False, 8)
     trainer.save(tmp_path / "saved")
     resumed = new_trainer()
     resumed.load(tmp_path / "saved")
@@ -393,7 +394,7 @@ def test_a_candidate_waits_for_enough_rollouts_while_training_goes_on(new_traine
     for one in (trainer, resumed):
         third = step(one, 3)
         assert third.updates == 3, "the weights of after step 1, although training has gone on"
-        assert third.gathered.suffice and third.gathered.steps == 2 and len(third.prompts) == 8
+        assert enough(third.gathered.prompts) and third.gathered.steps == 2 and len(third.prompts) == 8
         for old, new, both in zip(second.candidate, third.candidate, third.gathered.candidate, strict=True):
             assert np.array_equal(both.accepted, np.concatenate([old.accepted, new.accepted]))
         found.append([third.gathered.prompts, lengths_of(third.gathered), weights_of(one)["norm.weight"].tolist()])
