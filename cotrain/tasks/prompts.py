@@ -103,21 +103,15 @@ class PromptOrder:
 
     def step(self, step: int) -> list[int]:
         """Return the indices of the prompts of a step, counted from 1."""
-        first = self._first(step)
-        return self._order[first : first + self._prompts_per_step]
+        return [self.prompt(step, place) for place in range(self._prompts_per_step)]
 
     def prompt(self, step: int, place: int) -> int:
-        """Return the index of one prompt of a step. Its cost does not depend on the size of the step."""
-        first = self._first(step)
-        return self._order[first + place]
-
-    def _first(self, step: int) -> int:
-        """Return where the prompts of a step begin in the order of their epoch, which is drawn if it is another one."""
+        """Return the index of one prompt of a step."""
         epoch, batch = divmod(step - 1, self._num_prompts // self._prompts_per_step)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(self._num_prompts))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        return batch * self._prompts_per_step
+        return self._order[batch * self._prompts_per_step + place]
 
 
 def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[str, Prompt], tokenizer: Any) -> None:
