@@ -73,10 +73,9 @@ def load_rows(config: DatasetTask) -> Any:
         owner, name, *configuration = config.path.split("/")
         return datasets.load_dataset(f"{owner}/{name}", *configuration, split=config.split)
     except Exception as error:  # datasets, pyarrow and the hub each raise types of their own
-        raise ValueError(
-            f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or "
-            "parquet file, a folder of them, or a hub id that the network reaches"
-        ) from error
+        what = f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}"
+        fix = "Give a json, jsonl or parquet file, a folder of them, or a hub id that the network reaches"
+        raise ValueError(f"{what}. {fix}") from error
 
 
 def is_file_or_folder(path: str) -> bool:
@@ -87,9 +86,8 @@ def is_file_or_folder(path: str) -> bool:
 def _prompt_column(config: DatasetTask, columns: list[str]) -> str:
     """Return prompt_column if it is set, else the first column that a schema names."""
     if media := {"images", "videos"} & set(columns):
-        raise ValueError(
-            f"task.path: policies read text only, and there is a column {min(media)}; remove it if it is empty"
-        )
+        what = f"policies read text only, and there is a column {min(media)}"
+        raise ValueError(f"task.path: {what}; remove it if it is empty")
     names = ["prompt", "messages"] if "reward_model" in columns else ["messages", "prompt", "question"]
     return _column("prompt_column", [config.prompt_column] if config.prompt_column else names, columns)
 

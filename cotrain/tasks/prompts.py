@@ -68,10 +68,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> lis
     except Exception as error:  # a template is a program, which may fail in any way
         raise ValueError(f"the chat template raises {type(error).__name__}: {error}") from error
     if not 0 < len(token_ids) <= max_prompt_tokens:
-        raise ValueError(
-            f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}: raise it, "
-            "which a resume may do, or leave such prompts out of the task"
-        )
+        what = f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
+        raise ValueError(f"{what}: raise it, which a resume may do, or leave such prompts out of the task")
     return token_ids
 
 

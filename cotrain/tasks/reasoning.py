@@ -38,10 +38,8 @@ class ReasoningGymProblems:
             self._dataset = reasoning_gym.create_dataset(config.name, **own, **parameters)
         except (TypeError, ValueError, AssertionError) as error:
             known = [field.name for field in dataclasses.fields(DATASETS[config.name][1]) if field.name not in own]
-            raise ValueError(
-                f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
-                "beside them)"
-            ) from error
+            fix = f"parameters are {', '.join(known)} (set task.size and seed beside them)"
+            raise ValueError(f"task.parameters: {config.name}: {error}; {fix}") from error
         _ = self[0]  # some parameters fail only here
         for index in range(0 if tokenizer is None else min(NUM_CHECKED, config.size)):
             encode_prompt(tokenizer, self[index], max_prompt_tokens)
