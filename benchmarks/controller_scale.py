@@ -116,7 +116,7 @@ class Task:
     def __len__(self) -> int:
         return DATASET
 
-    def prompt(self, index: int) -> Prompt:
+    def __getitem__(self, index: int) -> Prompt:
         return Prompt(f"p{index}", [], None)
 
 

@@ -149,9 +149,7 @@ def requests_of(config: RunConfig, model: Path, seed: int, num_steps: int) -> It
     task = build_task(config.task, seed)
     tokenizer, longest = AutoTokenizer.from_pretrained(model), config.rollout.max_prompt_tokens
     for step in range(num_steps):
-        prompts = [
-            (i, encode_prompt(tokenizer, task.prompt(i), longest)) for i in range(step * PROMPTS, (step + 1) * PROMPTS)
-        ]
+        prompts = [(i, encode_prompt(tokenizer, task[i], longest)) for i in range(step * PROMPTS, (step + 1) * PROMPTS)]
         yield [RolloutRequest(f"prompt-{i}", s, ids, None) for i, ids in prompts for s in range(SAMPLES)]
 
 

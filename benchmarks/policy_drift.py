@@ -42,7 +42,7 @@ def main() -> None:
         task = build_task(config.task, config.seed)
         sums = [0.0, 0]
         for index in range(args.prompts):
-            prompt = torch.tensor([apply_template(tokenizer, task.prompt(index).messages)])
+            prompt = torch.tensor([apply_template(tokenizer, task[index].messages)])
             for value in token_divergences(start, now, prompt, args.samples, config.rollout):
                 sums[0], sums[1] = sums[0] + value, sums[1] + 1
     print(f"{checkpoint}: KL(now || start) {sums[0] / sums[1]:.4f} nats a token, mean over {sums[1]:,} response tokens")

@@ -70,7 +70,7 @@ async def measure(options: argparse.Namespace, scratch: Path) -> None:
         prompts = draw.integers(100, target.vocab_size, ((options.rounds + 1) * count, options.long)).tolist()
     else:
         task, tokenizer = build_task(config.task, 0), AutoTokenizer.from_pretrained(model)
-        prompts = [apply_template(tokenizer, task.prompt(i).messages) for i in range((options.rounds + 1) * count)]
+        prompts = [apply_template(tokenizer, task[i].messages) for i in range((options.rounds + 1) * count)]
     samples = 1 if options.long else rollout.samples_per_prompt
     changes = {"max_prompt_tokens": max(map(len, prompts)), "max_new_tokens": options.tokens, "ignore_eos": True}
     engines = {}

@@ -28,11 +28,9 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
     present = [c for c in counts if c is not None]
     if not present:
         return None
-    by_length = zip(*(c.accepted for c in present), strict=True)
-    return SpeculationCounts(
-        tuple(map(sum, zip(*(c.steps for c in present), strict=True))),
-        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_length),
-    )
+    steps = np.sum([c.steps for c in present], axis=0).tolist()
+    accepted = np.sum([c.accepted for c in present], axis=0).tolist()
+    return SpeculationCounts(tuple(steps), tuple(map(tuple, accepted)))
 
 
 def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:

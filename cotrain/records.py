@@ -131,8 +131,6 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A rollout with its reward and advantage."""
-
     rollout: Rollout
     reward: float
     advantage: float
@@ -161,10 +159,7 @@ class SwapReport:
 
 @dataclass(frozen=True, slots=True)
 class GainReport:
-    """What speculation gained in an engine since the last report, prefill steps excluded.
-
-    Reports of several engines add up.
-    """
+    """What speculation gained since the last report, prefill steps excluded. Reports of several engines add up."""
 
     seconds: float = 0.0  # total duration of these engine steps
     seconds_without: float = 0.0

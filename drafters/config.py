@@ -86,10 +86,7 @@ class DraftModelConfig(ModelSection):
     """Draft positions that the training loss covers. Serve no more draft tokens than this."""
 
 
-KEPT = [
-    f"Qwen3_5{kind}"
-    for kind in ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")
-]
+KEPT = [f"Qwen3_5{kind}For{head}" for kind in ("", "Moe") for head in ("CausalLM", "ConditionalGeneration")]
 NATIVE_HEAD_ARCHITECTURES = {
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     **{name: name for name in ("Qwen3NextForCausalLM", "Glm4MoeForCausalLM", *KEPT)},
@@ -98,5 +95,7 @@ NATIVE_HEAD_ARCHITECTURES = {
 
 BLOCK_DRAFTERS = ("dflash", "dspark")
 """Types that propose a whole block in one pass."""
+KINDS = ("eagle3", *BLOCK_DRAFTERS, "mtp", "draft_model")
+"""All types."""
 
 DrafterModelConfig = Annotated[Eagle3Config | DFlashConfig | MtpConfig | DraftModelConfig, Field(discriminator="type")]

@@ -81,7 +81,7 @@ def prompts_of_steps(config: RunConfig, model: Path) -> Iterator[list[tuple[Prom
     order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
     tokenizer = load_tokenizer(model)
     for step in range(1, config.steps + 1):
-        prompts = [task.prompt(index) for index in order.step(step)]
+        prompts = [task[index] for index in order.step(step)]
         yield [(prompt, encode_prompt(tokenizer, prompt, config.rollout.max_prompt_tokens)) for prompt in prompts]
 
 

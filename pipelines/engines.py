@@ -126,7 +126,7 @@ def prepare_engine(
     except ValueError as error:
         raise ValueError(str(error).replace("policy.model:", "--model:")) from error
     task, tokenizer = build_task(task_config, args.seed), load_tokenizer(model)
-    prompts = [apply_template(tokenizer, task.prompt(index).messages) for index in range(min(num_prompts, len(task)))]
+    prompts = [apply_template(tokenizer, task[index].messages) for index in range(min(num_prompts, len(task)))]
     config = rollout_config(args, model, max(map(len, prompts)), batch, **rollout)
     folder, drafter, target, depth = None, None, TargetSpec.from_pretrained(model), config.num_speculative_tokens
     if args.drafter:

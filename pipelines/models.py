@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cotrain.models.capability import (
     REFUSED_ON_CPU,
     architecture_of,
@@ -16,30 +18,19 @@ from cotrain.models.capability import (
 )
 from cotrain.models.loading import BUILT, built, config_folder, config_problem
 from cotrain.process.cluster import engine_device
-from drafters.config import DFlashConfig, DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import KINDS, DrafterModelConfig
 from drafters.files import read_config, text_fields
 from drafters.mtp.formats import without_head
 from pipelines.help import help_of
-
-KINDS = (
-    Eagle3Config(type="eagle3"),
-    DFlashConfig(type="dflash"),
-    DFlashConfig(type="dspark"),
-    MtpConfig(type="mtp"),
-    DraftModelConfig(type="draft_model"),
-)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print what the policy can do. Returns 1 if it cannot be trained. Raises ValueError if there is no such model here."""
     parser = argparse.ArgumentParser(
-        prog="cotrain models",
-        description=help_of("models"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="cotrain models", description=help_of("models"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "name", metavar="NAME|FOLDER", help="bundled:..., tiny:..., a hub id, or a folder with a config.json"
-    )
+    text = "bundled:..., tiny:..., a hub id, or a folder with a config.json"
+    parser.add_argument("name", metavar="NAME|FOLDER", help=text)
     name = parser.parse_args(arguments).name
     folder = built(name) if name in BUILT else config_folder(name)
     print("\n".join(facts(name, folder)))
@@ -55,34 +46,32 @@ def facts(name: str, folder: Path) -> Iterator[str]:
     family, trained = text_fields(config)["model_type"], class_in_transformers(config["model_type"])
     _, served = class_in_vllm(architecture_of(config)) or ("", "")
     yield f"{name} is of family {family}: transformers trains it as {trained}, and vLLM serves it as {served}."
-    reasons = {kind.type: _drafting_problem(config, folder, kind, on_cpu) for kind in KINDS}
+    reasons = {kind: _drafting_problem(config, folder, kind, on_cpu) for kind in KINDS}
     can = ", ".join(kind for kind, reason in reasons.items() if reason is None) or "none"
     yield f"Drafters that can be trained for it: {can}. A history (rollout.history) can always draft."
     yield from (f"Not {kind}: {reason}." for kind, reason in reasons.items() if reason is not None)
     yield from _limits(config, on_cpu)
 
 
-def _drafting_problem(config: dict[str, Any], folder: Path, kind: Any, on_cpu: bool) -> str | None:
+def _drafting_problem(config: dict[str, Any], folder: Path, kind: str, on_cpu: bool) -> str | None:
+    drafter = TypeAdapter[Any](DrafterModelConfig).validate_python({"type": kind})
     try:
-        problems = drafter_problems(config, folder, kind, on_cpu)
+        problems = drafter_problems(config, folder, drafter, on_cpu)
     except ValueError as error:
         return str(error)
     # Without the field, and the advice to look here or to take another kind.
     return re.sub(r"drafter\.model\.type: |; (use type|`cotrain models).*", "", "; ".join(problems)) or None
 
 
-def _limits(config: dict[str, Any], on_cpu: bool) -> list[str]:
-    fields, limits = text_fields(config), list[str]()
+def _limits(config: dict[str, Any], on_cpu: bool) -> Iterator[str]:
+    fields = text_fields(config)
     if positions := fields.get("max_position_embeddings"):
-        limits.append(f"Prompt, response and draft have at most {positions:,} positions.")
+        yield f"Prompt, response and draft have at most {positions:,} positions."
     if has_gated_delta_net(config):
-        limits.append(
+        yield (
             "Its linear attention allows one GPU an engine; on a CPU rollout.dtype must be bfloat16, without a prefix cache."
         )
     if "text_config" in config:
-        limits.append(
-            "It is served and trained on text alone; `cotrain export` keeps the rest, such as its image encoder."
-        )
+        yield "It is served and trained on text alone; `cotrain export` keeps the rest, such as its image encoder."
     if on_cpu and (reason := REFUSED_ON_CPU.get(fields["model_type"])):
-        limits.append(f"It needs a GPU: {reason}.")
-    return limits
+        yield f"It needs a GPU: {reason}."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
+from cotrain.models.capability import architecture_of
 from cotrain.models.loading import config_folder
 from cotrain.process.cluster import place, weight_transfer
 from cotrain.process.placement import bundles_of, nodes_for, roles_of
@@ -25,19 +26,17 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
     Raises ValueError naming the field when the nodes cannot hold the run, or the drafter does not fit the policy.
     """
     if nodes > 1 and config.cluster.address is None:
-        raise ValueError(
-            f'cluster.address: a run on --nodes {nodes} joins a Ray cluster; set it to "auto" or HOST:PORT, or say --nodes 1'
-        )
+        fix = 'set it to "auto" or HOST:PORT, or say --nodes 1'
+        raise ValueError(f"cluster.address: a run on --nodes {nodes} joins a Ray cluster; {fix}")
     gpus = place(config, [gpus_per_node] * nodes)
     device = "cuda" if gpus else "cpu"
     roles, bundles, strategy = roles_of(config), bundles_of(config, gpus), config.cluster.strategy
     free = {f"node {i}": {"CPU": float(len(roles)), "GPU": float(gpus_per_node)} for i in range(1, nodes + 1)}
     chosen = nodes_for(bundles, free, strategy)
     if chosen is None:
-        raise ValueError(
-            f"rollout.vllm.tensor_parallel_size: nodes of {gpus_per_node} GPUs do not hold {config.rollout.num_engines} "
-            f"engines of {config.rollout.tensor_parallel_size} GPUs on one node each; lower it, or rollout.num_engines"
-        )
+        engines = f"{config.rollout.num_engines} engines of {config.rollout.tensor_parallel_size} GPUs on one node each"
+        what = f"nodes of {gpus_per_node} GPUs do not hold {engines}"
+        raise ValueError(f"rollout.vllm.tensor_parallel_size: {what}; lower it, or rollout.num_engines")
     node_of = dict(zip(roles, chosen, strict=True))
     lines = [f'Places on free nodes, with device "{device}" and cluster.strategy = "{strategy}":']
     for node in free:
@@ -59,7 +58,7 @@ def policy_on_meta(folder: Path) -> Any:
     import torch
     import transformers
 
-    architecture = (read_config(folder).get("architectures") or ["none"])[0]
+    architecture = architecture_of(read_config(folder))
     model_class = getattr(transformers, NATIVE_HEAD_ARCHITECTURES.get(architecture, architecture), None)
     if model_class is None:
         raise ValueError(f"policy.model: {folder} has architecture {architecture}, which transformers does not know")

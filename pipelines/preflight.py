@@ -19,12 +19,7 @@ from typing import Any
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems, model_runner_problems
-from cotrain.config.schema import (
-    DatasetTask,
-    DrafterConfig,
-    ReasoningGymTask,
-    RunConfig,
-)
+from cotrain.config.schema import DatasetTask, DrafterConfig, ReasoningGymTask, RunConfig
 from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.models.capability import drafter_problems
 from cotrain.models.loading import config_folder, has_to_be_fetched, native_head, resolve_model, serving_problems
@@ -118,19 +113,14 @@ def find_problems(
         return problems
     problems, train, drafter = [], command == "train", config.drafter
     if not resume and (config.run_root / config.name).exists():
-        problems.append(
-            f"name: run {config.name!r} is already in {config.run_root}; continue it with "
-            f"{resume_arguments(config.run_root, config.name)}, or choose another name=..."
-        )
+        fix = f"continue it with {resume_arguments(config.run_root, config.name)}, or choose another name=..."
+        problems.append(f"name: run {config.name!r} is already in {config.run_root}; {fix}")
     if not train and drafter is None:
-        problems.append(
-            'drafter: `cotrain init` trains a drafter; add [drafter.model] with type = "eagle3", "dflash", "dspark", "mtp" or "draft_model"'
-        )
+        fix = 'add [drafter.model] with type = "eagle3", "dflash", "dspark", "mtp" or "draft_model"'
+        problems.append(f"drafter: `cotrain init` trains a drafter; {fix}")
     if not train and drafter is not None and drafter.train_every > config.steps:
-        problems.append(
-            f"drafter.train_every: {drafter.train_every} is more than steps = {config.steps}, so that nothing would be trained; "
-            "lower it, or raise steps"
-        )
+        what = f"{drafter.train_every} is more than steps = {config.steps}, so that nothing would be trained"
+        problems.append(f"drafter.train_every: {what}; lower it, or raise steps")
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))
     problems += _problems(_check_vllm, config)
@@ -202,9 +192,8 @@ def _check_data(config: RunConfig, model: Path | None, quick: bool) -> None:
     task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
     if wanted > len(task):
         more = "raise task.size" if isinstance(data, ReasoningGymTask) else "add rows to task.path"
-        raise ValueError(
-            f"rollout.prompts_per_step: {wanted} is more than the {len(task)} prompts of the task; lower it, or {more}"
-        )
+        few = f"{wanted} is more than the {len(task)} prompts of the task"
+        raise ValueError(f"rollout.prompts_per_step: {few}; lower it, or {more}")
 
 
 def _check_run_root(config: RunConfig) -> None:
@@ -212,9 +201,8 @@ def _check_run_root(config: RunConfig) -> None:
     try:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
-        raise ValueError(
-            f"run_root: {root} is no folder that can be written ({error.strerror}); set run_root=..."
-        ) from None
+        what = f"{root} is no folder that can be written ({error.strerror})"
+        raise ValueError(f"run_root: {what}; set run_root=...") from None
 
 
 def _check_model(config: RunConfig, model: Path) -> Iterator[str]:
@@ -240,10 +228,8 @@ def _check_space(config: RunConfig, model: Path) -> Iterator[str]:
         yield f"run_root: {copies} checkpoints of {config.policy.model} take {short}; {fix}"
     updates = POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype]
     if os.access(SHARED_MEMORY, os.W_OK) and (short := _shortage(SHARED_MEMORY, updates)):
-        yield (
-            f"policy.model: policy updates take {short} (for the one that is served and the one that is written); "
-            "enlarge it (docker run --shm-size)"
-        )
+        what = f"policy updates take {short} (for the one that is served and the one that is written)"
+        yield f"policy.model: {what}; enlarge it (docker run --shm-size)"
 
 
 def _shortage(folder: Path, needed: int) -> str | None:
@@ -258,10 +244,9 @@ def _check_drafter_shape(config: RunConfig, drafter: DrafterConfig, model: Path)
     kind, head = drafter.model.type, native_head(model)
     yield from drafter_problems(read_config(model), model, drafter.model, engine_device() == "cpu")
     if head is not None and (own := kind_of(head)) != kind:
-        yield (
-            f'drafter.model.type: {config.policy.model} brings a drafter of its own, of type "{own}", which beside one '
-            f'of type "{kind}" would go stale as the policy moves; set type = "{own}", which trains it'
-        )
+        what = f'{config.policy.model} brings a drafter of its own, of type "{own}"'
+        why = f'which beside one of type "{kind}" would go stale as the policy moves'
+        yield f'drafter.model.type: {what}, {why}; set type = "{own}", which trains it'
 
 
 def _check_drafter_init(config: RunConfig, drafter: DrafterConfig, model: Path) -> None:

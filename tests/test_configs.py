@@ -50,7 +50,7 @@ def test_the_reward_of_the_study_of_drift_pays_for_different_words(monkeypatch: 
     monkeypatch.chdir(ROOT)
     config = load_config([ROOT / "configs" / "studies" / "drift" / "base.toml"])
     task = build_task(config.task, seed=0)
-    prompt = task.prompt(0)
+    prompt = task[0]
     assert len(task) >= config.steps * config.rollout.prompts_per_step
     score = build_score(config.task, seed=0)
     assert score(prompt, "") == 0

@@ -25,8 +25,11 @@ class SectionHelp:
     section: type[Section]
     path: str  # dotted path; "" is the top level
     kind: str | None  # value of `type` when this is one of several kinds of section
-    location: tuple[str, ...]
-    """The path as pydantic reports it in errors: the names of `path`, each followed by its kind where there are several."""
+
+    @property
+    def location(self) -> tuple[str, ...]:
+        """The path as pydantic reports it in errors: its names, and then the kind if there are several."""
+        return tuple(part for part in (*self.path.split("."), self.kind) if part)
 
     @property
     def fields(self) -> dict[str, dict[str, Any]]:
@@ -36,20 +39,15 @@ class SectionHelp:
         return {name: properties[name] for name in held if not _sections_in(held[name].annotation)}
 
 
-def walk_sections(
-    root: type[Section] = RunConfig, path: str = "", kind: str | None = None, location: tuple[str, ...] = ()
-) -> Iterator[SectionHelp]:
+def walk_sections(root: type[Section] = RunConfig, path: str = "", kind: str | None = None) -> Iterator[SectionHelp]:
     """Yield all sections in the order of the schema, each one before the sections inside it."""
-    yield SectionHelp(root, path, kind, location)
+    yield SectionHelp(root, path, kind)
     for name, field in root.model_fields.items():
-        inner = f"{path}.{name}".lstrip(".")
         sections = _sections_in(field.annotation)
-        if len(sections) == 1:
-            yield from walk_sections(sections[0], inner, None, (*location, name))
-        else:
-            for section in sections:
-                for own in get_args(section.model_fields["type"].annotation):
-                    yield from walk_sections(section, inner, own, (*location, name, own))
+        for section in sections:
+            kinds = get_args(section.model_fields["type"].annotation) if len(sections) > 1 else (None,)
+            for own in kinds:
+                yield from walk_sections(section, f"{path}.{name}".lstrip("."), own)
 
 
 def _sections_in(annotation: Any) -> list[type[Section]]:

@@ -7,7 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,24 @@ from drafters.files import read_object, write_json
 Table = dict[str, Any]
 
 
-def load_config(files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None) -> RunConfig:
-    """Load defaults, then files from left to right, then overrides such as "policy.optimizer.learning_rate=1e-6"; later wins.
-
-    An override's value is read as TOML, a bare word as a string, and `none` as "not set". With `resume`, the saved
-    configuration of that run comes before the files. Raises ConfigError listing all problems.
-    """
-    return load(RunConfig, broken_rules, files, overrides, resume)
-
-
 def load(
     root: type[AnySection],
     rules: Callable[[AnySection], list[str]],
     files: Sequence[str | Path],
-    overrides: Sequence[str],
-    resume: str | None,
+    overrides: Sequence[str] = (),
+    resume: str | None = None,
 ) -> AnySection:
-    """Load any schema as `load_config` does. `rules` returns a line for each broken rule between its fields."""
+    """Load defaults, then files from left to right, then overrides such as "policy.optimizer.learning_rate=1e-6"; later wins.
+
+    An override's value is read as TOML, a bare word as a string, and `none` as "not set". With `resume`, the saved
+    configuration of that run comes before the files. `rules` returns a line for each broken rule between fields. Raises
+    ConfigError listing all problems.
+    """
     tables = read_tables(files, overrides)
     if resume is not None:
         run_root = reduce(merge, tables, Table()).get("run_root", default_run_root())
         tables = [_saved_table(Path(run_root), resume), *tables, {"name": resume}]
-    return _parse(root, rules, reduce(merge, tables, Table()))
+    return parse(root, rules, reduce(merge, tables, Table()))
 
 
 def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[Table]:
@@ -58,16 +54,17 @@ def read_tables(files: Sequence[str | Path], overrides: Sequence[str]) -> list[T
     return tables
 
 
-def parse_config(fields: Table) -> RunConfig:
-    """Build a run's configuration from its fields. Raises ConfigError listing all wrong fields, else all broken rules."""
-    return _parse(RunConfig, broken_rules, fields)
-
-
-def _parse(root: type[AnySection], rules: Callable[[AnySection], list[str]], fields: Table) -> AnySection:
+def parse(root: type[AnySection], rules: Callable[[AnySection], list[str]], fields: Table) -> AnySection:
+    """Build a configuration from its fields. Raises ConfigError listing all wrong fields, else all broken rules."""
     config = validated(root, fields)
     if broken := rules(config):
         raise ConfigError(broken)
     return config
+
+
+load_config = partial(load, RunConfig, broken_rules)
+parse_config = partial(parse, RunConfig, broken_rules)
+"""`load` and `parse` for the configuration of a run."""
 
 
 def merge(earlier: Table, later: Table) -> Table:

@@ -18,9 +18,7 @@ MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's variable: 1 for its model runner V2, 0 for V1. Without it, vLLM takes V2 where that can run."""
 
 OWNED = frozenset(name for name in REFUSED if "is set by cotrain" in REFUSED[name])
-ALWAYS_REFUSED = OWNED.union(
-    name for name in REFUSED if "divides" in REFUSED[name] or "sequence parallelism" in REFUSED[name]
-)
+ALWAYS_REFUSED = OWNED | {name for name, why in REFUSED.items() if "divides" in why or "sequence parallelism" in why}
 """Arguments that are refused even without speculation, because cotrain sets them or cannot serve an engine divided like that."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {

@@ -28,17 +28,13 @@ def _learner_rules(policy: PolicyConfig, rollout: RolloutConfig) -> Iterator[str
         fix = 'set policy.old_log_probs = "recomputed", or leave behaviour_correction out'
         yield f"policy.behaviour_correction: '{correction}' corrects the learner's own log-probs; {fix}"
     if correction is not None and policy.importance_ratio == "sequence":
-        yield (
-            f'policy.importance_ratio: "sequence" does not go with policy.behaviour_correction = "{correction}", which '
-            'weighs single tokens; set importance_ratio = "token", or leave behaviour_correction out'
-        )
+        what = f'"sequence" does not go with policy.behaviour_correction = "{correction}", which weighs single tokens'
+        fix = 'set importance_ratio = "token", or leave behaviour_correction out'
+        yield f"policy.importance_ratio: {what}; {fix}"
     if (rollout.top_p < 1 or rollout.top_k > 0) and (correction is not None or policy.old_log_probs == "rollout"):
-        field = (
-            f"old_log_probs: '{policy.old_log_probs}'"
-            if correction is None
-            else f"behaviour_correction: '{correction}'"
-        )
-        fix = 'set it to "recomputed" (at max_policy_lag = 0)' if correction is None else "leave it out"
+        field, fix = f"behaviour_correction: '{correction}'", "leave it out"
+        if correction is None:
+            field, fix = "old_log_probs: 'rollout'", 'set it to "recomputed" (at max_policy_lag = 0)'
         yield (
             f"policy.{field} does not go with truncated sampling (rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}):"
             " the engine's log-probs are then from another distribution than the learner's; "
@@ -72,10 +68,8 @@ def _lag_rules(config: RunConfig) -> Iterator[str]:
     if stream.max_policy_lag >= config.steps:
         yield f"stream.max_policy_lag: {stream.max_policy_lag} is not below steps = {config.steps}; lower it"
     if config.rollout.synchronous_batches:
-        yield (
-            f"rollout.synchronous_batches: true makes batches the same in every run, which is impossible with {lag}; "
-            "leave it out, or set max_policy_lag = 0"
-        )
+        what = f"true makes batches the same in every run, which is impossible with {lag}"
+        yield f"rollout.synchronous_batches: {what}; leave it out, or set max_policy_lag = 0"
     if policy.old_log_probs == "recomputed" and policy.behaviour_correction is None:
         fix = 'set policy.behaviour_correction = "truncate" or "mask", or old_log_probs = "rollout"'
         yield f'policy.old_log_probs: "recomputed" without a correction ignores the lag of {lag}; {fix}'
@@ -90,10 +84,8 @@ def _engine_rules(config: RunConfig) -> Iterator[str]:
     if type(ranks) is not int or ranks < 1:
         yield f"rollout.vllm.tensor_parallel_size: {ranks!r} is no whole number from 1 on; set one, or leave it out"
     if rollout.history is not None and config.drafter is not None:
-        yield (
-            "rollout.history: an engine drafts from a history or from a drafter, as both together were no faster in whole steps "
-            "(docs/measurements/history.md); leave out rollout.history or drafter"
-        )
+        what = "an engine drafts from a history or from a drafter, as both together were no faster in whole steps"
+        yield f"rollout.history: {what} (docs/measurements/history.md); leave out rollout.history or drafter"
     needed = BYTES_PER_TOKEN * 2 * rollout.rollouts_per_step * (rollout.max_new_tokens + 1)
     if rollout.history is not None and rollout.history.max_bytes < needed:
         yield (

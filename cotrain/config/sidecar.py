@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -86,8 +86,4 @@ def broken_rules(config: SidecarConfig) -> list[str]:
     return problems
 
 
-def load_sidecar(
-    files: Sequence[str | Path], overrides: Sequence[str] = (), resume: str | None = None
-) -> SidecarConfig:
-    """Load a sidecar's configuration like `load_config` that of a run. Raises ConfigError listing all problems."""
-    return load(SidecarConfig, broken_rules, files, overrides, resume)
+load_sidecar = partial(load, SidecarConfig, broken_rules)

@@ -21,16 +21,7 @@ from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.tap_admission import Admission, TapRequest, first_of_each_prompt, row_bytes
 from cotrain.engine.updates import UpdatableEngine
 from cotrain.engine.worker import EngineWorker
-from cotrain.records import (
-    GainReport,
-    Rollout,
-    RolloutBatch,
-    RolloutRequest,
-    Segment,
-    StepTotal,
-    Versions,
-    Window,
-)
+from cotrain.records import GainReport, Rollout, RolloutBatch, RolloutRequest, Segment, StepTotal, Versions, Window
 from drafters.base import SamplingParams
 
 

@@ -79,7 +79,7 @@ class Producer:
         begins = []
         for group in self.ledger.admit():
             if (row := self._saved.pop(group.number, None)) is not None:
-                group.index, group.prompt = row["index"], self._prompts.task.prompt(row["index"])
+                group.index, group.prompt = row["index"], self._prompts.task[row["index"]]
                 group.rollouts = TypeAdapter(list[Rollout]).validate_python(row["rollouts"])
                 group.rewards = row["rewards"]
                 self.ledger.restore(group)
@@ -187,7 +187,7 @@ class Producer:
             used = {other.index for other in self.ledger.groups.values()}
             others = sorted(set(range(len(self._prompts.task))) - {*own, *used}) or own
             group.index = random.Random(f"{self._config.seed}/{group.number}/{group.attempt}").choice(others)
-        group.prompt = self._prompts.task.prompt(group.index)
+        group.prompt = self._prompts.task[group.index]
 
     def _finished(self, engine: int, number: int, place: int, reference: Any, batch: RolloutBatch) -> None:
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def class_in_vllm(architecture: str) -> tuple[str, str] | None:
     """Return module and name of the class with which vLLM generates text of an architecture; None if it has none."""
-    module, name = _text_models().get(architecture, ("", ""))
-    if not name:
-        return None
-    return (module if "." in module else f"vllm.model_executor.models.{module}"), name
+    for table in TABLES:
+        if architecture in (models := _assigned(REGISTRY, f"_{table}_MODELS")):
+            module, name = models[architecture]
+            return (module if "." in module else f"vllm.model_executor.models.{module}"), name
+    return None
 
 
 def class_in_transformers(model_type: str) -> str | None:
@@ -116,14 +117,6 @@ def has_gated_delta_net(config: Mapping[str, Any]) -> bool:
 
 
 @lru_cache
-def _text_models() -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
-    for table in TABLES:
-        found |= _assigned(REGISTRY, f"_{table}_MODELS")
-    return found
-
-
-@lru_cache
 def _assigned(module: str, name: str) -> Any:
     """Return the literal that a module assigns to a name, or that it makes an OrderedDict of."""
     for node in _source(module).body:
@@ -152,9 +145,8 @@ def _with_bases(module: str, name: str) -> frozenset[str]:
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:
-    parts = module.split(".")
-    here = parts[: len(parts) - node.level + _file(module).name.startswith("__init__")] if node.level else []
-    return ".".join([*here, *([node.module] if node.module else [])])
+    package = module if _file(module).name == "__init__.py" else module.rpartition(".")[0]
+    return resolve_name("." * node.level + (node.module or ""), package)
 
 
 def _file(module: str) -> Path:

@@ -45,11 +45,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.tx
 
 
 def resolve_model(name: str) -> Path:
-    """Return the folder of the model called name in policy.model, checked by check_model.
-
-    Raises ValueError naming policy.model and the fix: unknown name, missing folder or files, hub unreachable, package
-    of a bundled model not installed.
-    """
+    """Return the checked folder of the model called name in policy.model. Raises ValueError naming that and the fix."""
     try:
         folder = built(name) if name in BUILT else _without_head(_local_or_downloaded(name))
         check_model(folder)
@@ -127,9 +123,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def check_model(folder: Path) -> None:
     """Raise ValueError, naming the fix, when the folder cannot be trained and served by cotrain."""
     if problem := config_problem(read_config(folder)):
-        raise ValueError(
-            f"{folder}/{CONFIG}: {problem}; choose another model (`cotrain models NAME` says what one can do)"
-        )
+        fix = "choose another model (`cotrain models NAME` says what one can do)"
+        raise ValueError(f"{folder}/{CONFIG}: {problem}; {fix}")
     for path in weight_files(folder):
         safetensors_header(path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -148,10 +143,8 @@ def config_problem(config: Mapping[str, Any]) -> str | None:
         method = quantized.get("quant_method", "unknown method")
         return f"the weights are quantized ({method}), and training needs an unquantized model"
     if fields := served_otherwise(text_fields(config)):
-        return (
-            f"with {', '.join(fields)} vLLM would not compute what transformers computes, where the policy learns; "
-            "take out what the weights were not trained with"
-        )
+        what = f"with {', '.join(fields)} vLLM would not compute what transformers computes, where the policy learns"
+        return f"{what}; take out what the weights were not trained with"
     return None
 
 
@@ -275,8 +268,6 @@ def _local_or_downloaded(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ValueError(
-            f"there is no local folder '{name}', and the hub did not give a model of that name "
-            f"({str(error).strip().splitlines()[0]}). Give an existing model folder, a hub id such as Qwen/Qwen3-0.6B "
-            f"with a network, or {BUNDLED_MODEL}"
-        ) from error
+        what = f"there is no local folder '{name}', and the hub did not give a model of that name"
+        fix = f"Give an existing model folder, a hub id such as Qwen/Qwen3-0.6B with a network, or {BUNDLED_MODEL}"
+        raise ValueError(f"{what} ({str(error).strip().splitlines()[0]}). {fix}") from error

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from cotrain.config.schema import DatasetTask, ReasoningGymTask
 from cotrain.records import Prompt
-from cotrain.tasks.datasets import DatasetProblems
+from cotrain.tasks.datasets import read_prompts
 from cotrain.tasks.prompts import load_tokenizer, plain_answer
 from cotrain.tasks.reasoning import NUM_CHECKED, ReasoningGymProblems
 from cotrain.tasks.rewards import load_reward
 
-Task = ReasoningGymProblems | DatasetProblems
-"""A fixed list of prompts, which are the same at every call and in every process."""
+Task = ReasoningGymProblems | list[Prompt]
+"""A fixed sequence of prompts, which are the same at every call and in every process."""
 
 
 @lru_cache(maxsize=1)
@@ -28,13 +28,13 @@ def build_task(
     tokenizer = None if model is None else load_tokenizer(model)
     if isinstance(config, ReasoningGymTask):
         return ReasoningGymProblems(config, seed, tokenizer, max_prompt_tokens)
-    return DatasetProblems(config, tokenizer, max_prompt_tokens)
+    return read_prompts(config, tokenizer, max_prompt_tokens)
 
 
 def fingerprint(task: Task) -> str:
     """Return a digest of all prompts and answers, or for generated problems of the first ones."""
     count = min(NUM_CHECKED, len(task)) if isinstance(task, ReasoningGymProblems) else len(task)
-    prompts = [(prompt.id, prompt.messages, plain_answer(prompt)) for prompt in map(task.prompt, range(count))]
+    prompts = [(prompt.id, prompt.messages, plain_answer(prompt)) for prompt in map(task.__getitem__, range(count))]
     return hashlib.blake2b(repr((len(task), prompts)).encode(), digest_size=16).hexdigest()
 
 

@@ -18,50 +18,39 @@ GSM8K_ANSWER = re.compile(r"(?<!#)####(?!#)([^\n]*)\s*$")
 MOST_LISTED = 10  # bad rows that an error lists; it counts the others
 
 
-class DatasetProblems:
-    """All prompts of a dataset, read and checked at once."""
+def read_prompts(config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: int = 0) -> list[Prompt]:
+    """Read and check all prompts of a dataset at once.
 
-    def __init__(self, config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
-        """tokenizer: also check that every prompt can be encoded, in max_prompt_tokens at most.
+    tokenizer: also check that every prompt can be encoded, in max_prompt_tokens at most. Raises ValueError naming the field of
+    [task] and, for a column, the ones that the dataset has. All rows that cannot be used are listed together.
+    """
+    from datasets import Value
 
-        Raises ValueError naming the field of [task] and, for a column, the ones that the dataset has. All rows that cannot be
-        used are listed together, unless task.skip_bad_rows leaves them out.
-        """
-        from datasets import Value
-
-        rows = load_rows(config)
-        column = _prompt_column(config, rows.column_names)
-        answer_column = _answer_column(config, column, rows.column_names)
-        if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
-            # By its text, 0.1 stays 0.1; Python would make 0.10000000149011612 of it.
-            rows = rows.cast_column(answer_column, Value("string")).cast_column(answer_column, Value("float64"))
-        self._prompts, bad = list[Prompt](), list[str]()
-        for index, row in enumerate(rows.select_columns(list({column, answer_column or column}))):
-            try:
-                messages, answer = split_question(row[column])
-                if answer_column is not None:
-                    answer = _read_answer(row[answer_column])
-                check_answer(config.reward, answer)
-                messages = chat_messages(messages, config.instruction, config.system_prompt)
-                prompt = Prompt(f"{Path(config.path).stem}-{index}", messages, answer)
-                if tokenizer is not None:
-                    encode_prompt(tokenizer, prompt, max_prompt_tokens)
-                self._prompts.append(prompt)
-            except ValueError as error:
-                bad.append(f"row {index}: {error}")
-        count = f"{len(bad):,} of the {len(rows):,} rows of {config.path}"
-        if bad and not (config.skip_bad_rows and self._prompts):
-            more = [f"and {len(bad) - MOST_LISTED:,} more"] if len(bad) > MOST_LISTED else []
-            fix = "mend or remove them, change the field that a line names, or leave them out with task.skip_bad_rows = true"
-            head = f"task.path: {count} cannot be used:"
-            raise ValueError("\n      ".join([head, *bad[:MOST_LISTED], *more, fix]))
-        self.left_out = f"{count}, such as {bad[0]}" if bad else ""
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def prompt(self, index: int) -> Prompt:
-        return self._prompts[index]
+    rows = load_rows(config)
+    column = _prompt_column(config, rows.column_names)
+    answer_column = _answer_column(config, column, rows.column_names)
+    if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
+        # By its text, 0.1 stays 0.1; Python would make 0.10000000149011612 of it.
+        rows = rows.cast_column(answer_column, Value("string")).cast_column(answer_column, Value("float64"))
+    prompts, bad = list[Prompt](), list[str]()
+    for index, row in enumerate(rows.select_columns(list({column, answer_column or column}))):
+        try:
+            messages, answer = split_question(row[column])
+            if answer_column is not None:
+                answer = _read_answer(row[answer_column])
+            check_answer(config.reward, answer)
+            messages = chat_messages(messages, config.instruction, config.system_prompt)
+            prompts.append(Prompt(f"{Path(config.path).stem}-{index}", messages, answer))
+            if tokenizer is not None:
+                encode_prompt(tokenizer, prompts[-1], max_prompt_tokens)
+        except ValueError as error:
+            bad.append(f"row {index}: {error}")
+    if bad:
+        more = [f"and {len(bad) - MOST_LISTED:,} more"] if len(bad) > MOST_LISTED else []
+        head = f"task.path: {len(bad):,} of the {len(rows):,} rows of {config.path} cannot be used:"
+        fix = "mend or remove them, or change the field that a line names"
+        raise ValueError("\n      ".join([head, *bad[:MOST_LISTED], *more, fix]))
+    return prompts
 
 
 def load_rows(config: DatasetTask) -> Any:
@@ -84,10 +73,9 @@ def load_rows(config: DatasetTask) -> Any:
         owner, name, *configuration = config.path.split("/")
         return datasets.load_dataset(f"{owner}/{name}", *configuration, split=config.split)
     except Exception as error:  # datasets, pyarrow and the hub each raise types of their own
-        raise ValueError(
-            f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}. Give a json, jsonl or "
-            "parquet file, a folder of them, or a hub id that the network reaches"
-        ) from error
+        what = f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}"
+        fix = "Give a json, jsonl or parquet file, a folder of them, or a hub id that the network reaches"
+        raise ValueError(f"{what}. {fix}") from error
 
 
 def is_file_or_folder(path: str) -> bool:
@@ -98,9 +86,8 @@ def is_file_or_folder(path: str) -> bool:
 def _prompt_column(config: DatasetTask, columns: list[str]) -> str:
     """Return prompt_column if it is set, else the first column that a schema names."""
     if media := {"images", "videos"} & set(columns):
-        raise ValueError(
-            f"task.path: policies read text only, and there is a column {min(media)}; remove it if it is empty"
-        )
+        what = f"policies read text only, and there is a column {min(media)}"
+        raise ValueError(f"task.path: {what}; remove it if it is empty")
     names = ["prompt", "messages"] if "reward_model" in columns else ["messages", "prompt", "question"]
     return _column("prompt_column", [config.prompt_column] if config.prompt_column else names, columns)
 

@@ -68,10 +68,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> lis
     except Exception as error:  # a template is a program, which may fail in any way
         raise ValueError(f"the chat template raises {type(error).__name__}: {error}") from error
     if not 0 < len(token_ids) <= max_prompt_tokens:
-        raise ValueError(
-            f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}: raise it, "
-            "which a resume may do, or leave such prompts out of the task"
-        )
+        what = f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
+        raise ValueError(f"{what}: raise it, which a resume may do, or leave such prompts out of the task")
     return token_ids
 
 
@@ -103,21 +101,15 @@ class PromptOrder:
 
     def step(self, step: int) -> list[int]:
         """Return the indices of the prompts of a step, counted from 1."""
-        first = self._first(step)
-        return self._order[first : first + self._prompts_per_step]
+        return [self.prompt(step, place) for place in range(self._prompts_per_step)]
 
     def prompt(self, step: int, place: int) -> int:
-        """Return the index of one prompt of a step. Its cost does not depend on the size of the step."""
-        first = self._first(step)
-        return self._order[first + place]
-
-    def _first(self, step: int) -> int:
-        """Return where the prompts of a step begin in the order of their epoch, which is drawn if it is another one."""
+        """Return the index of one prompt of a step."""
         epoch, batch = divmod(step - 1, self._num_prompts // self._prompts_per_step)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(self._num_prompts))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        return batch * self._prompts_per_step
+        return self._order[batch * self._prompts_per_step + place]
 
 
 def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[str, Prompt], tokenizer: Any) -> None:

@@ -20,8 +20,6 @@ NUM_CHECKED = 64
 class ReasoningGymProblems:
     """Problems of one reasoning-gym task. A verifier may give partial credit, as some of reasoning-gym's do."""
 
-    left_out = ""
-
     def __init__(self, config: ReasoningGymTask, seed: int, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
         """tokenizer: also check the length of the first prompts. Raises ValueError naming the field and its possible values."""
         import reasoning_gym
@@ -40,18 +38,16 @@ class ReasoningGymProblems:
             self._dataset = reasoning_gym.create_dataset(config.name, **own, **parameters)
         except (TypeError, ValueError, AssertionError) as error:
             known = [field.name for field in dataclasses.fields(DATASETS[config.name][1]) if field.name not in own]
-            raise ValueError(
-                f"task.parameters: {config.name}: {error}; parameters are {', '.join(known)} (set task.size and seed "
-                "beside them)"
-            ) from error
-        self.prompt(0)
+            fix = f"parameters are {', '.join(known)} (set task.size and seed beside them)"
+            raise ValueError(f"task.parameters: {config.name}: {error}; {fix}") from error
+        _ = self[0]  # some parameters fail only here
         for index in range(0 if tokenizer is None else min(NUM_CHECKED, config.size)):
-            encode_prompt(tokenizer, self.prompt(index), max_prompt_tokens)
+            encode_prompt(tokenizer, self[index], max_prompt_tokens)
 
     def __len__(self) -> int:
         return self._config.size
 
-    def prompt(self, index: int) -> Prompt:
+    def __getitem__(self, index: int) -> Prompt:
         """Return the problem of that index; its answer is reasoning-gym's whole entry, which the verifier needs."""
         entry = self._dataset[index]
         messages = chat_messages(entry["question"], self._config.instruction, self._config.system_prompt)

@@ -59,8 +59,6 @@ def initialise(config: RunConfig, resume: bool) -> int:
         console = Console(stack.enter_context(engine_output_to(log)))
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
-        if task.left_out:
-            console.say(f"left out: {task.left_out}")
         run = Initialisation(config, run_dir, model, task, load_tokenizer(model), console, stop)
         if not asyncio.run(run.run(state)):
             console.say(f"Stopped; everything up to here is saved. Go on with: cotrain init {run_dir.resume}")
@@ -127,7 +125,7 @@ class Initialisation:
         """Return the requests of a step, counted from 1, which depend on the seed and the step alone."""
         seed, rollout, requests = self.config.seed, self.config.rollout, list[RolloutRequest]()
         for index in PromptOrder(len(self.task), rollout.prompts_per_step, seed).step(step):
-            prompt = self.task.prompt(index)
+            prompt = self.task[index]
             token_ids = encode_prompt(self.tokenizer, prompt, rollout.max_prompt_tokens)
             for sample in range(rollout.samples_per_prompt):
                 own = derived_seed(seed, step, prompt.id, sample)

@@ -28,7 +28,6 @@ class RunRecord:
     metrics: pd.DataFrame
     """A row for each step, a column for each metric, NaN where it was not measured. The index is the step."""
     decisions: list[dict[str, Any]]  # events of the drafter, see cotrain/run/rows.py
-    stream: list[dict[str, Any]]  # events of groups and learners, see cotrain/loop/producer.py
     failure: str | None = None  # why the last attempt failed; None if it did not, or was killed
 
     @property
@@ -68,8 +67,7 @@ def read_run(folder: Path) -> RunRecord:
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
     failure = folder / "logs" / "latest" / FAILURE
     reason = failure.read_text() if failure.is_file() else None
-    decisions, stream = (read_rows(folder / file) for file in ("decisions.jsonl", "stream.jsonl"))
-    return RunRecord(settings, table, decisions, stream, reason)
+    return RunRecord(settings, table, read_rows(folder / "decisions.jsonl"), reason)
 
 
 def find(name: str) -> Path:

@@ -21,11 +21,9 @@ from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
 from cotrain.sidecar.launch import CAUSES, run_host, trainer_beside
 from cotrain.transport.spool import VARIABLE, Verdict
-from drafters.config import BLOCK_DRAFTERS
+from drafters.config import KINDS
 from pipelines.help import help_of
 from pipelines.plan import serve_command
-
-KINDS = ("eagle3", *BLOCK_DRAFTERS, "mtp", "draft_model")
 
 
 def run(arguments: Sequence[str]) -> int:

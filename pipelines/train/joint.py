@@ -39,8 +39,6 @@ def train(config: RunConfig, resume: bool) -> int:
         start_attempt(run_dir, config, state)
         files = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         metrics, decisions, events, steps = (RowFile(file, resumed_step=state.step) for file in files)
-        if task.left_out:
-            events.write(state.step, {"event": "rows left out", "rows": task.left_out})
         with console.phase("start of all roles"):
             # Importing torch, MLflow and transformers takes seconds. Ray starts in this thread meanwhile, because its processes
             # are killed when the thread that started them ends.
@@ -85,8 +83,6 @@ def banner(
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
         if config.steps * config.rollout.prompts_per_step <= len(task):
             notes["history"] += f"; none of the {len(task):,} prompts comes twice, so only responses to others help"
-    if task.left_out:
-        notes["left out"] = task.left_out
     notes["devices"] = f"CPU, {num_cores()} threads for each process"
     if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"

@@ -83,8 +83,6 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     if not run.is_sidecar:
         thirds = "(mean of the first and the last third; higher is better)"
         facts["reward"] = f"{_from_to(run, 'policy/reward')}   {thirds}"
-    if left_out := [row["rows"] for row in run.stream if row["event"] == "rows left out"]:
-        facts["left out"] = left_out[-1]
     if not run.speculates:
         return facts
     # Weighted, because a step with a dozen verification steps says little.

@@ -2,7 +2,6 @@
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         state = load_state(checkpoint) if checkpoint else state
         order = PromptOrder(PROMPTS, PROMPTS, 0)
         state = state or RunState(0, Versions(0, 0), {}, {})
-        task = SimpleNamespace(prompt=lambda i: Prompt(str(i), [], None))
+        task = [Prompt(str(i), [], None) for i in range(PROMPTS)]
         current = world.current = CurrentWeights(state.versions, config.stream.max_policy_lag)
         publisher = Publisher(PublisherSpec(config.drafter, config.steps), world, world, tmp_path, current)
         learners: Any = (Policy(), Drafter(world), publisher)

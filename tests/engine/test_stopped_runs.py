@@ -62,11 +62,11 @@ def wait_for_rows(run: Path, num_rows: int, process: subprocess.Popen) -> None:
 
 
 def test_ctrl_c_in_the_start_and_in_a_step(tmp_path: Path) -> None:
-    """On a dataset of which a row is left out. The run is not resumed on another one."""
+    """On a dataset. The run is not resumed on another one."""
     run, rows = tmp_path / "smoke", tmp_path / "rows.jsonl"
     sums = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(32)]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in [*sums, {"prompt": "what?", "answer": None}]))
-    task = ["task=none", "task.type=dataset", f"task.path={rows}", "task.reward=numeric", "task.skip_bad_rows=true"]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    task = ["task=none", "task.type=dataset", f"task.path={rows}", "task.reward=numeric"]
     process = start(tmp_path, "stopped-start", "configs/smoke.toml", "steps=500", "checkpoint.every=2", *task)
     wait_for(
         run / "logs/latest/policy.log", process
@@ -84,8 +84,6 @@ def test_ctrl_c_in_the_start_and_in_a_step(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "stopping after this step" in output and f"--resume smoke run_root={tmp_path}" in output
-    left_out = f"1 of the 33 rows of {rows}, such as row 32: its answer None is not wholly one number"
-    assert " ".join(output.split()).count(left_out) == 2
     assert_nothing_left("COTRAIN_TEST_MARKER=stopped-run")
     steps = [row["step"] for row in metrics_of(tmp_path, "smoke")]
     assert steps == list(range(1, steps[-1] + 1))

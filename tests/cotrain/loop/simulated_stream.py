@@ -66,14 +66,6 @@ class Rewards:
         return Reference(("scorer starts", None))
 
 
-class Task:
-    def __len__(self) -> int:
-        return NUM_PROMPTS
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(f"p{index}", [], None)
-
-
 class Stream:
     """A producer and what is around it. `answer` decides which of the calls under way get their result."""
 
@@ -82,8 +74,9 @@ class Stream:
         stream = {"max_policy_lag": fields.pop("lag", 0), "reward_timeout_s": fields.pop("timeout", 60)}
         rollout = {"prompts_per_step": P, "samples_per_prompt": SAMPLES, "vllm": {"max_num_seqs": 4}} | fields
         self.config = run_config(steps=8, rollout=rollout, stream=stream)
+        task = [Prompt(f"p{index}", [], None) for index in range(NUM_PROMPTS)]
         prompts = Prompts(
-            Task(), PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
+            task, PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
         )  # type: ignore[arg-type]
         self.cluster, self.rewards = Cluster(), scorers[0]
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]

@@ -152,9 +152,8 @@ def test_a_prompt_that_does_not_fit_fails_when_it_is_drawn(new: Any) -> None:
     stream = new()
     third = PromptOrder(NUM_PROMPTS, P, 0).step(1)[2]
     stream.producer._prompts.tokenizer.apply_chat_template = lambda messages, **_: [1] * (600 if messages else 2)
-    plain = stream.producer._prompts.task.prompt
-    long = [{"role": "user", "content": "long"}]
-    stream.producer._prompts.task.prompt = lambda i: replace(plain(i), messages=long) if i == third else plain(i)
+    task = stream.producer._prompts.task
+    task[third] = replace(task[third], messages=[{"role": "user", "content": "long"}])
     with pytest.raises(
         TaskFailed, match=rf"prompt p{third} has 600 tokens, rollout\.max_prompt_tokens is 512: raise it"
     ):

@@ -275,7 +275,7 @@ def test_a_resume_may_change_what_only_decides_whether_the_task_can_go_on(run_co
     task = {"type": "dataset", "path": "rows.jsonl"}
     saved = saved_by(run_config(task=task), {"task": "of the prompts and answers"})
     raised = run_config(
-        task=task | {"skip_bad_rows": True},
+        task=task | {"num_scorers": 2},
         rollout={"max_prompt_tokens": 1024},
         policy={"model": run_config().policy.model, "micro_batch_tokens": 8192},
         stream={"reward_timeout_s": 600.0},

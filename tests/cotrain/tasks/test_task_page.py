@@ -40,7 +40,7 @@ def test_a_cell_of_the_table_of_answers(tmp_path: Path, kind: str, answer: str, 
         with pytest.raises(ValueError, match=rf"1 of the 1 rows .*\n +row 0: its answer .* '{reward}' needs"):
             build_task(config, seed=0)
         return
-    prompt, score = build_task(config, seed=0).prompt(0), build_score(config, seed=0)
+    prompt, score = build_task(config, seed=0)[0], build_score(config, seed=0)
     right, wrong = (re.findall(r"`([^`]+)`", part) for part in does.split("; not "))
     assert right and wrong, does
     assert {text: score(prompt, f"Answer: {text}") for text in right} == dict.fromkeys(right, 1.0)
@@ -58,5 +58,5 @@ def test_the_example_of_a_reward_function(tmp_path: Path, monkeypatch: pytest.Mo
     exec(calls, {})
     config = DatasetTask(type="dataset", path="rows.jsonl", reward=re.search(r'task.reward = "(.*)"', function)[1])
     score = build_score(config, seed=0)
-    assert score(build_task(config, seed=0).prompt(0), "3 + 4 = 7, as everybody knows") == 0.5
+    assert score(build_task(config, seed=0)[0], "3 + 4 = 7, as everybody knows") == 0.5
     del sys.modules["my_rewards"]

@@ -37,9 +37,9 @@ def write_jsonl(path, rows):
 
 def test_reasoning_prompts_depend_on_the_seed_only():
     first, again, other = reasoning_task(seed=0), reasoning_task(seed=0), reasoning_task(seed=1)
-    problems = [first.prompt(i) for i in range(50)]
-    assert problems == [again.prompt(i) for i in reversed(range(50))][::-1]
-    shifted = {other.prompt(i).messages[0]["content"] for i in range(50)}
+    problems = [first[i] for i in range(50)]
+    assert problems == [again[i] for i in reversed(range(50))][::-1]
+    shifted = {other[i].messages[0]["content"] for i in range(50)}
     shared = sum(problem.messages[0]["content"] in shifted for problem in problems)
     assert shared < 25  # neighbouring seeds are not the same list moved by one
     assert len({problem.id for problem in problems}) == 50
@@ -48,7 +48,7 @@ def test_reasoning_prompts_depend_on_the_seed_only():
 
 def test_reasoning_prompt_carries_instruction_and_system_prompt():
     task = reasoning_task(size=7, instruction="One number only.", system_prompt="You add.")
-    system, user = task.prompt(3).messages
+    system, user = task[3].messages
     assert system == {"role": "system", "content": "You add."}
     assert len(task) == 7
     assert user["role"] == "user"
@@ -57,19 +57,19 @@ def test_reasoning_prompt_carries_instruction_and_system_prompt():
 
 def test_reasoning_score_is_the_verifiers_score_of_the_final_answer():
     task = reasoning_task()
-    prompt = next(task.prompt(i) for i in range(100) if task.prompt(i).answer["answer"] == "7")
+    prompt = next(task[i] for i in range(100) if task[i].answer["answer"] == "7")
     assert task.score(prompt, "Let me see: 3 + 4 = 7.") == 1.0
     assert task.score(prompt, "The answer is 7, since 9 - 2") == 1.0
     assert task.score(prompt, "7 is wrong, it is 8") == 0.0
     assert task.score(prompt, "") == 0.0
     words = reasoning_task(name="spell_backward", parameters={})
-    prompt = words.prompt(0)
+    prompt = words[0]
     assert words.score(prompt, f"Sure!\n{prompt.answer['answer']}") == 1.0
 
 
 def test_reasoning_verifier_that_raises_scores_zero_and_is_logged(caplog):
     task = reasoning_task(name="prime_factorization", parameters={})
-    assert task.score(task.prompt(0), "two times two") == 0.0
+    assert task.score(task[0], "two times two") == 0.0
     assert "the verifier raised on 'two times two'" in caplog.text
 
 
@@ -79,7 +79,7 @@ def test_reasoning_mixture_scores_each_problem_by_its_own_verifier():
         {"name": "chain_sum", "weight": 1, "config": ONE_DIGIT_SUMS},
     ]
     task = reasoning_task(name="composite", parameters={"datasets": specs})
-    prompts = [task.prompt(i) for i in range(20)]
+    prompts = [task[i] for i in range(20)]
     assert {prompt.answer["metadata"]["source_dataset"] for prompt in prompts} == {"spell_backward", "chain_sum"}
     assert all(task.score(prompt, f"Answer: {prompt.answer['answer']}") == 1.0 for prompt in prompts)
 
@@ -117,11 +117,11 @@ def verl_row(question, truth):
 
 def test_verl_schema(tmp_path):
     task = dataset_task(write_jsonl(tmp_path / "dapo.jsonl", [verl_row("3 + 4?", "7"), verl_row("2 + 2?", "4")]))
-    prompt = task.prompt(0)
+    prompt = task[0]
     assert (len(task), prompt.id, prompt.answer) == (2, "dapo-0", "7")
     assert prompt.messages == [{"role": "user", "content": "3 + 4?"}]
     as_json = verl_row("3 + 4?", "7") | {"prompt": json.dumps(prompt.messages), "reward_model": '{"ground_truth": "7"}'}
-    assert dataset_task(write_jsonl(tmp_path / "json.jsonl", [as_json])).prompt(0).answer == "7"
+    assert dataset_task(write_jsonl(tmp_path / "json.jsonl", [as_json]))[0].answer == "7"
 
 
 def test_messages_schema_takes_the_last_assistant_message_as_answer(tmp_path):
@@ -132,7 +132,7 @@ def test_messages_schema_takes_the_last_assistant_message_as_answer(tmp_path):
         {"role": "assistant", "content": "Paris"},
     ]
     path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": conversation, "prompt_id": "x"}])
-    prompt = dataset_task(path, reward="exact", instruction="One word.").prompt(0)
+    prompt = dataset_task(path, reward="exact", instruction="One word.")[0]
     assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
     assert prompt.messages[-1]["content"] == "Capital of France?\nOne word."
     assert prompt.answer == "Paris"
@@ -142,24 +142,24 @@ def test_a_system_prompt_takes_the_place_of_the_rows_own(tmp_path):
     row = {"prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": "3 + 4?"}], "answer": 7}
     path = write_jsonl(tmp_path / "chat.jsonl", [row])
     for given, expected in (("", "Old."), ("New.", "New.")):
-        system, user = dataset_task(path, reward="numeric", system_prompt=given).prompt(0).messages
+        system, user = dataset_task(path, reward="numeric", system_prompt=given)[0].messages
         assert (system["role"], system["content"], user["content"]) == ("system", expected, "3 + 4?")
 
 
 def test_prompt_answer_schemas(tmp_path):
     gsm8k = write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "?", "answer": "3+4=<<3+4=7>>7\n#### 1,007"}])
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "3 + 4?", "answer": 7}])
-    assert dataset_task(gsm8k, reward="numeric").prompt(0).answer == "1,007"
+    assert dataset_task(gsm8k, reward="numeric")[0].answer == "1,007"
     headings = write_jsonl(tmp_path / "text.jsonl", [{"question": "?", "answer": "#### One\n##### Two #\nthree"}])
-    assert dataset_task(headings, reward="exact").prompt(0).answer == "#### One\n##### Two #\nthree"
-    prompt = dataset_task(plain, reward="numeric").prompt(0)
+    assert dataset_task(headings, reward="exact")[0].answer == "#### One\n##### Two #\nthree"
+    prompt = dataset_task(plain, reward="numeric")[0]
     assert prompt.answer == 7
     assert prompt.messages == [{"role": "user", "content": "3 + 4?"}]
 
 
 def test_other_column_names(tmp_path):
     path = write_jsonl(tmp_path / "math.jsonl", [{"problem": "3 + 4?", "solution": "7", "answer": "seven"}])
-    prompt = dataset_task(path, prompt_column="problem", answer_column="solution").prompt(0)
+    prompt = dataset_task(path, prompt_column="problem", answer_column="solution")[0]
     assert (prompt.messages[0]["content"], prompt.answer) == ("3 + 4?", "7")
 
 
@@ -173,7 +173,7 @@ def test_json_parquet_and_folders_read_alike(tmp_path):
     write_jsonl(tmp_path / "folder" / "test.jsonl", rows[:2])
     for name in ("rows.json", "rows.parquet", "saved", "folder"):
         task = dataset_task(tmp_path / name)
-        assert [task.prompt(i).answer for i in range(len(task))] == ["1", "2", "3", "4", "5"], name
+        assert [task[i].answer for i in range(len(task))] == ["1", "2", "3", "4", "5"], name
     assert len(dataset_task(tmp_path / "folder", split="test")) == 2
     assert len(dataset_task(tmp_path / "rows.json", split="train[:3]")) == 3
 
@@ -183,16 +183,16 @@ def test_a_float_of_32_bits_keeps_its_value(tmp_path):
         tmp_path / "rows.parquet"
     )
     task = dataset_task(tmp_path / "rows.parquet", reward="numeric")
-    assert [number_in(task.prompt(i).answer) for i in range(3)] == [Fraction(1, 10), 4, Fraction(1, 10**7)]
+    assert [number_in(task[i].answer) for i in range(3)] == [Fraction(1, 10), 4, Fraction(1, 10**7)]
 
 
 def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
     (tmp_path / "brevity.py").write_text("def score(prompt, response, answer): return -len(response)\n")
     monkeypatch.chdir(tmp_path)
     task = dataset_task(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Hi"}]), reward="brevity:score")
-    assert task.prompt(0).answer is None
+    assert task[0].answer is None
     config = DatasetTask(type="dataset", path=str(tmp_path / "prompts.jsonl"), reward="brevity:score")
-    assert build_score(config, seed=0)(task.prompt(0), "four") == -4.0
+    assert build_score(config, seed=0)(task[0], "four") == -4.0
 
 
 @pytest.mark.parametrize(
@@ -276,29 +276,21 @@ def test_all_bad_rows_are_listed_at_once_whatever_is_wrong_with_them(mixed, mode
         "row 11: its answer 'twelve' is not wholly one number, as task.reward = 'numeric' needs",
         "row 19: the chat template raises TemplateError: no tools",
     ]
-    assert "task.skip_bad_rows = true" in fix
+    assert "mend or remove them" in fix
     with pytest.raises(ValueError, match=r"\n +row 9: .*\n +and 10 more\n"):
         checked(mixed, model, limit=0)
 
 
-def test_bad_rows_are_left_out_on_request_and_counted(mixed, model):
-    task = checked(mixed, model, skip_bad_rows=True)
-    assert len(task) == SIZE - 4
-    assert [task.prompt(i).id for i in (2, 3, 15)] == ["mixed-2", "mixed-4", "mixed-18"]
-    assert task.left_out.startswith(f"4 of the 20 rows of {mixed}, such as row 3: prompt mixed-3 has 41 tokens")
-    assert checked(mixed, model, limit=41, skip_bad_rows=True).left_out.startswith("3 of the 20 rows")
-    with pytest.raises(ValueError, match="20 of the 20 rows"):
-        checked(mixed, model, limit=0, skip_bad_rows=True)
-
-
-def test_the_limit_counts_what_the_run_encodes(mixed, model):
-    prompt = checked(mixed, model, limit=41, skip_bad_rows=True).prompt(LONG)
-    assert len(encode_prompt(load_tokenizer(model), prompt, 41)) == 41
+def test_the_limit_counts_what_the_run_encodes(tmp_path, model):
+    path = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "9" * 41, "answer": 1}])
+    assert len(encode_prompt(load_tokenizer(model), checked(path, model, limit=41)[0], 41)) == 41
+    with pytest.raises(ValueError, match="1 of the 1 rows"):
+        checked(path, model)
 
 
 def test_generated_problems_are_checked_too(model):
     config = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
-    longest = max(len(build_task(config, 0).prompt(i).messages[0]["content"]) for i in range(64))
+    longest = max(len(build_task(config, 0)[i].messages[0]["content"]) for i in range(64))
     build_task(config, 0, model, longest)
     with pytest.raises(
         ValueError, match=rf"^prompt chain_sum-\d+ has {longest} tokens, rollout\.max_prompt_tokens is {longest - 1}"
@@ -312,9 +304,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused(mixed, model):
         checked(mixed, model)
 
 
-def test_the_fingerprint_tells_prompts_and_answers_from_others(tmp_path, mixed, model):
-    task, again = checked(mixed, model, skip_bad_rows=True), checked(mixed, None, skip_bad_rows=True)
-    assert fingerprint(task) != fingerprint(again)  # the one too long for the other is in it
+def test_the_fingerprint_tells_prompts_and_answers_from_others(tmp_path):
     found = set()
     for rows in (
         [("a", 1), ("b", 2)],
@@ -337,8 +327,9 @@ def test_the_fingerprint_tells_prompts_and_answers_from_others(tmp_path, mixed, 
     )
 
 
-def test_a_dataset_is_read_once(mixed, model):
-    assert checked(mixed, model, skip_bad_rows=True) is checked(mixed, model, skip_bad_rows=True)
+def test_a_dataset_is_read_once(tmp_path, model):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1 + 1?", "answer": 2}])
+    assert checked(path, model) is checked(path, model)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +338,7 @@ def test_a_dataset_is_read_once(mixed, model):
 def test_a_hub_id_may_name_a_configuration(monkeypatch, path, asked):
     rows = Dataset.from_list([{"question": "?", "answer": "#### 7"}])
     monkeypatch.setattr("datasets.load_dataset", lambda *source, split: {(asked, "test"): rows}[source, split])
-    assert dataset_task(path, split="test").prompt(0).answer == "7"
+    assert dataset_task(path, split="test")[0].answer == "7"
 
 
 @pytest.mark.parametrize(

@@ -259,10 +259,3 @@ def test_lag_and_idle_shares_are_drawn(tmp_path: Path) -> None:
     assert drawn == {"lag 0": [1.0, 0.3], "lag 1": [0.0, 0.7]}
     assert {str(line.get_label()) for line in idle.axes[0].lines} == {"rollout_0", "policy"}
     assert found.keys() - plots(write_run(tmp_path / "synchronous", rows)).keys() == {"policy_lag"}
-
-
-def test_rows_of_the_task_that_were_left_out_are_told(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [row(1)])
-    events = [{"step": 0, "event": "rows left out", "rows": text} for text in ("1 of the 9 rows", "2 of the 9 rows")]
-    (folder / "stream.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
-    assert facts(folder)["left out"] == "2 of the 9 rows"
