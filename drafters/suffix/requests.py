@@ -31,11 +31,7 @@ class RequestTexts:
         self._free = list(range(num_requests))
 
     def follow(
-        self,
-        requests: list[str],
-        texts: Tokens,
-        lengths: NDArray[np.int64],
-        prompt_lengths: NDArray[np.int64],
+        self, requests: list[str], texts: Tokens, lengths: NDArray[np.int64], prompt_lengths: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Bring all texts up to the end of a step, and forget those of other requests. Returns the rows of the requests [R].
 
