@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drafters.base import Drafter, Shape, TargetSpec, TargetWeights
 from drafters.config import DFlashConfig, Eagle3Config
-from drafters.rotary import BY_LENGTH, inverse_frequencies
+from drafters.unroll import BY_LENGTH, inverse_frequencies
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 """Field of config.json with which vLLM numbers them as cotrain does: id k is the state after k layers."""

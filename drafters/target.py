@@ -117,6 +117,7 @@ class TargetSpec:
         """Return the config.json fields that every kind of drafter writes for these sizes."""
         return {
             **{name: getattr(self, name) for name in (*COPIED, "num_key_value_heads", "head_dim")},
+            "num_hidden_layers": self.num_layers,
             "hidden_act": "silu",
             "rope_theta": self.rope_parameters["rope_theta"],
             "rope_parameters": dict(self.rope_parameters),

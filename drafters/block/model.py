@@ -83,7 +83,7 @@ class DFlashDrafter(AuxDrafter):
         self.layers = nn.ModuleList([BlockLayer(shape.sizes) for _ in range(shape.sizes.num_layers)])
         self.register_buffer("spread", torch.ones(self.fc.in_features))
         self.add_head(shape.has_head)
-        self.never_drafted = (shape.mask_token_id,)
+        self.never_drafted, self.drafts_follow_length = (shape.mask_token_id,), not shape.causal
 
     @staticmethod
     def shape_of(config: DFlashConfig, target: TargetSpec) -> DFlashShape:
@@ -134,7 +134,6 @@ class DFlashDrafter(AuxDrafter):
             "architectures": ["DFlashDraftModel"],
             **sizes.layer_config(),
             "model_type": "qwen3",
-            "num_hidden_layers": sizes.num_layers,
             "attention_bias": sizes.attention_bias,
             "draft_vocab_size": shape.draft_vocab_size,
             "target_hidden_size": sizes.hidden_size,
@@ -149,10 +148,6 @@ class DFlashDrafter(AuxDrafter):
     @property
     def serving(self) -> ServingSpec:
         return ServingSpec("dflash", self.shape.aux_layers)
-
-    @property
-    def drafts_follow_length(self) -> bool:
-        return not self.shape.causal
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         depth, first = len(alignment.supervised), 0 if self.shape.from_anchor else 1

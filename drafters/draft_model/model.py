@@ -77,7 +77,6 @@ class DraftModel(Drafter):
             **sizes.layer_config(),
             "architectures": [FAMILIES[sizes.model_type]],
             "model_type": sizes.model_type,
-            "num_hidden_layers": sizes.num_layers,
             "tie_word_embeddings": sizes.tie_word_embeddings,
             "attention_bias": sizes.attention_bias,
             "mlp_bias": sizes.mlp_bias,

@@ -123,7 +123,7 @@ class Eagle3Drafter(AuxDrafter):
     @staticmethod
     def to_config(shape: Eagle3Shape) -> dict[str, object]:
         sizes = shape.sizes
-        own = {"model_type": "llama", "num_hidden_layers": sizes.num_layers, "attention_bias": sizes.attention_bias}
+        own = {"model_type": "llama", "attention_bias": sizes.attention_bias}
         slides = {} if sizes.sliding_window is None else {"layer_types": ["sliding_attention"] * sizes.num_layers}
         llama = sizes.layer_config() | own | {"mlp_bias": False} | slides
         return {
