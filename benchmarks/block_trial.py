@@ -168,7 +168,7 @@ def objective_loss(
     """The loss of a batch. Tokens outside the draft vocabulary have no cross-entropy."""
     if objective == "acceptance":
         return drafter_loss(drafter, batch, target, DRAWN, anchors, generator)[0]
-    alignment = align(batch, drafter.shape.trained_depth).sampled(anchors, generator)
+    alignment = align(batch, drafter.shape.trained_depth, anchors, generator)
     states, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, DRAWN)
     compared_rows = torch.cat([alignment.target_rows(position) for position in range(len(states))]).unique()

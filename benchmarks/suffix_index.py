@@ -130,7 +130,7 @@ def acceptances(index: Any, rollout: Any, draws: bool, most: int | None = None) 
 
 def learn(index: Any, prompt: Any, response: Sequence[int]) -> None:
     """Add a finished rollout, and learn it to the end."""
-    from drafters.suffix.requests import key_of
+    from drafters.suffix.index import key_of
 
     index.add(key_of(prompt), response)
     while index.advance():
@@ -141,7 +141,7 @@ class OneRequest:
     """A request that is drafted for again and again as its response grows."""
 
     def __init__(self, prompt: Sequence[int], response: Sequence[int], k: int):
-        from drafters.suffix.requests import RequestTexts
+        from drafters.suffix.index import RequestTexts
 
         self._text, self._prompt_length, self._k = (
             np.array([[*prompt, *response]], np.int32),

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ANCHOR_RUN = 16  # starts that `Alignment.sampled` draws together
+ANCHOR_RUN = 16  # starts that are drawn together
 
 
 @dataclass(frozen=True)
@@ -82,53 +82,44 @@ class Alignment:
         at = torch.arange(len(rows), device=rows.device)
         return replace(self, start_rows=rows, starts_in_context=at, spans=spans)
 
-    def sampled(self, share: float, generator: torch.Generator) -> "Alignment":
-        """Return a random share of the starts, at least one, over the same context, in runs of starts that follow one another.
-
-        Starts of a run share their target rows: k draft positions after a run of n starts need n + k - 1 of the target's
-        distributions and not up to n k, and these are a large part of what an update costs (docs/measurements/block.md).
-        """
-        num_starts = len(self.start_rows)
-        wanted = max(1, round(share * num_starts))
-        runs = torch.arange(num_starts).split(min(ANCHOR_RUN, wanted))
-        order = torch.randperm(len(runs), generator=generator).tolist()
-        drawn = torch.cat([runs[i] for i in order])[:wanted].sort().values
-        before = torch.searchsorted(
-            drawn, torch.tensor([stop for _, starts in self.spans for stop in (starts.start, starts.stop)])
-        )
-        bounds = before.view(-1, 2).tolist()
-        drawn = drawn.to(self.start_rows.device)
-        return replace(
-            self,
-            start_rows=self.start_rows[drawn],
-            starts_in_context=self.starts_in_context[drawn],
-            supervised=self.supervised[:, drawn],
-            spans=tuple((c, slice(*b)) for (c, _), b in zip(self.spans, bounds, strict=True) if b[0] < b[1]),
-        )
-
     def target_rows(self, position: int) -> Tensor:
         """Return the ascending batch rows of the target's distributions, for starts supervised at a draft position."""
         return self.start_rows[self.supervised[position]] + 1 + position
 
 
-def align(batch: DraftBatch, depth: int) -> Alignment:
-    """Find the context rows, the starts and the supervised draft positions of a batch, for `depth` draft positions."""
+def align(batch: DraftBatch, depth: int, share: float = 1.0, generator: torch.Generator | None = None) -> Alignment:
+    """Find the context rows, the starts and the supervised draft positions of a batch, for `depth` draft positions.
+
+    With a generator and a share below 1, only this share of the starts is taken, at random but at least one.
+    """
     ids, rows = batch.document_ids, torch.arange(len(batch.token_ids), device=batch.token_ids.device)
     context = batch.feature_mask & (ids == _ahead(ids, 1, -1))
     has_target = [_ahead(batch.feature_mask, k + 1, False) for k in range(depth)]
     is_predicted = [(ids == _ahead(ids, k + 2, -1)) & _ahead(batch.response_mask, k + 2, False) for k in range(depth)]
     supervised = context & torch.stack(has_target) & torch.stack(is_predicted)
-    is_start = supervised.any(0)
-    context_rows = rows[context]
-    start_rows = rows[is_start]
+    context_rows, start_rows = rows[context], rows[supervised.any(0)]
+    if share < 1 and generator is not None and len(start_rows):
+        start_rows = start_rows[_drawn_in_runs(len(start_rows), share, generator).to(rows.device)]
     return Alignment(
         context_rows=context_rows,
         start_rows=start_rows,
         starts_in_context=torch.searchsorted(context_rows, start_rows),
-        supervised=supervised[:, is_start],
-        spans=_spans(ids[context_rows], is_start[context_rows]),
+        supervised=supervised[:, start_rows],
+        spans=_spans(ids[context_rows], torch.isin(context_rows, start_rows)),
         num_rows=len(rows),
     )
+
+
+def _drawn_in_runs(num_starts: int, share: float, generator: torch.Generator) -> Tensor:
+    """Return the ascending numbers of a random share of the starts, at least one, in runs of starts that follow one another.
+
+    Starts of a run share their target rows: k draft positions after a run of n starts need n + k - 1 of the target's
+    distributions and not up to n k, and these are a large part of what an update costs (docs/measurements/block.md).
+    """
+    wanted = max(1, round(share * num_starts))
+    runs = torch.arange(num_starts).split(min(ANCHOR_RUN, wanted))
+    order = torch.randperm(len(runs), generator=generator).tolist()
+    return torch.cat([runs[i] for i in order])[:wanted].sort().values
 
 
 def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:

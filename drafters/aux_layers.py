@@ -1,5 +1,6 @@
 """What EAGLE-3 and the block drafters share: they read hidden states of some target layers, and propose tokens of a draft vocabulary."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,8 +9,7 @@ from torch import Tensor, nn
 
 from drafters.base import Drafter, Shape, TargetSpec, TargetWeights
 from drafters.config import DFlashConfig, Eagle3Config
-from drafters.rotary import BY_LENGTH, inverse_frequencies
-from drafters.vocabulary import choose_tokens, to_maps, to_tokens
+from drafters.unroll import BY_LENGTH, inverse_frequencies
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 """Field of config.json with which vLLM numbers them as cotrain does: id k is the state after k layers."""
@@ -60,6 +60,16 @@ def check_aux_layers(layers: Any, target: TargetSpec, field: str) -> tuple[int, 
     return layers
 
 
+def unsupported(variant: str, fields: Sequence[str], sizes: TargetSpec) -> Iterator[str]:
+    """Yield why a drafter would not compute what an engine does: fields with values that are not implemented, and its rotation."""
+    for field in fields:
+        yield f"this is {variant} variant with {field}, which is not supported"
+    try:
+        inverse_frequencies(sizes)
+    except ValueError as error:
+        yield str(error)
+
+
 class AuxDrafter(Drafter):
     """A drafter that reads the states of aux layers through `fc`. Until `choose_vocabulary` it can propose the first V_draft tokens."""
 
@@ -68,6 +78,8 @@ class AuxDrafter(Drafter):
     d2t: Tensor
     maps: tuple[str, ...] = ("d2t", "t2d")
     """Those of `to_maps` that a checkpoint has."""
+    never_drafted: tuple[int, ...] = ()
+    """The token ids that no text has."""
 
     def add_head(self, own: bool = True) -> None:
         """Add the head, unless it is the target's, and the maps between the vocabularies; a subclass calls it after its layers."""
@@ -76,27 +88,17 @@ class AuxDrafter(Drafter):
             self.lm_head = nn.Linear(sizes.hidden_size, self.shape.draft_vocab_size, bias=False)
         # vLLM has no map to load when the vocabularies are the same.
         self.has_map = self.shape.draft_vocab_size < sizes.vocab_size
-        if self.has_map:
-            for name, tensor in self._maps_to(torch.arange(self.shape.draft_vocab_size)).items():
-                self.register_buffer(name, tensor)
-
-    def _maps_to(self, tokens: Tensor) -> dict[str, Tensor]:
-        d2t, t2d = to_maps(tokens, self.shape.sizes.vocab_size)
-        return {name: tensor for name, tensor in (("d2t", d2t), ("t2d", t2d)) if name in self.maps}
+        self._set_maps(torch.arange(self.shape.draft_vocab_size))
 
     def _set_maps(self, tokens: Tensor) -> None:
         if self.has_map:
-            for name, tensor in self._maps_to(tokens).items():
-                self.get_buffer(name).copy_(tensor)
+            maps = to_maps(tokens.to(self.fc.weight.device), self.shape.sizes.vocab_size)
+            for name in self.maps:
+                self.register_buffer(name, maps[name])
 
     @property
     def draft_to_target(self) -> Tensor:
         return to_tokens(self.d2t) if self.has_map else super().draft_to_target
-
-    @property
-    def never_drafted(self) -> tuple[int, ...]:
-        """Return the token ids that no text has."""
-        return ()
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
@@ -115,3 +117,34 @@ class AuxDrafter(Drafter):
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
         self._set_maps(torch.arange(self.shape.draft_vocab_size))
+
+
+def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = (), never: Sequence[int] = ()) -> Tensor:
+    """Choose the target ids [size] of the draft vocabulary, ascending: `always`, then the most frequent of counts [V].
+
+    Ties, and places left over once all counted tokens are in, go to the lowest token ids, and to those in `never` last.
+    size is at most V. Raises ValueError when it leaves no room for `always`.
+    """
+    kept = torch.tensor(sorted(set(always)), dtype=torch.int64, device=counts.device)
+    if len(kept) > size:
+        raise ValueError(f"draft_vocab_size {size} is below the {len(kept)} tokens that must be in it")
+    rank = counts.to(torch.float64, copy=True)
+    rank[list(never)] = -1
+    rank[kept] = torch.inf
+    return rank.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def to_maps(draft_to_target: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return the maps d2t [V_draft] int64 and t2d [V] bool from ascending target ids [V_draft].
+
+    target id = draft id + d2t[draft id]; t2d says for each target id whether it is in the draft vocabulary.
+    """
+    d2t = draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_to_target.device)
+    t2d[draft_to_target] = True
+    return {"d2t": d2t, "t2d": t2d}
+
+
+def to_tokens(d2t: Tensor) -> Tensor:
+    """Return target ids [V_draft] from offsets [V_draft]."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)

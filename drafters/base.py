@@ -72,6 +72,8 @@ class Drafter(nn.Module, ABC):
     """A trainable drafter for one target. Parameters and buffers are exactly what is saved."""
 
     shape: Shape
+    drafts_follow_length: bool = False
+    """Does a draft token depend on how many there are?"""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -120,11 +122,6 @@ class Drafter(nn.Module, ABC):
     def draft_to_target(self) -> Tensor:
         """Return the target token ids [V_draft] that this drafter can propose, ascending; all of them unless overridden."""
         return torch.arange(self.shape.sizes.vocab_size, device=next(self.parameters()).device)
-
-    @property
-    def drafts_follow_length(self) -> bool:
-        """Return whether a draft token depends on how many there are; by default it does not."""
-        return False
 
     @abstractmethod
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[Sequence[Tensor], Tensor]:

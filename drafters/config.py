@@ -1,6 +1,6 @@
 """Configuration of a drafter model. Imports no torch, so that --help stays fast."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
@@ -14,14 +14,7 @@ class Section(BaseModel):
         return hash(self.model_dump_json())  # fields may be dictionaries, which have no hash
 
 
-class ModelSection(Section):
-    """Base of the configuration of each kind of drafter."""
-
-    first_weights: ClassVar[str] = "random init"
-    """Where a new drafter's weights come from, unless the policy's checkpoint brings an MTP head."""
-
-
-class Eagle3Config(ModelSection):
+class Eagle3Config(Section):
     """EAGLE-3: Llama-style layers over hidden states of some target layers."""
 
     type: Literal["eagle3"]
@@ -38,7 +31,7 @@ class Eagle3Config(ModelSection):
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
 
 
-class DFlashConfig(ModelSection):
+class DFlashConfig(Section):
     """DFlash: Qwen3 layers over hidden states of some target layers, which propose a whole block of tokens in one pass. DSpark adds a
     head of low rank through which a draft token knows the one before it, and an estimate of its acceptance; only vLLM's model runner
     V2 serves it."""
@@ -62,7 +55,7 @@ class DFlashConfig(ModelSection):
     """Rank of the bias that the token before gives the logits of a draft token, for dspark alone. Default: 64 there."""
 
 
-class MtpConfig(ModelSection):
+class MtpConfig(Section):
     """MTP: one decoder layer over the target's final hidden state; embedding and head are always the target's.
     It starts as the policy's own MTP head if the policy's checkpoint has one, and from random weights otherwise."""
 
@@ -72,11 +65,9 @@ class MtpConfig(ModelSection):
     """Draft positions unrolled in training, each through the same layer. Serve no more draft tokens than this."""
 
 
-class DraftModelConfig(ModelSection):
+class DraftModelConfig(Section):
     """A small draft model: a language model of the policy's own architecture with few layers, which reads only tokens.
     It starts with the policy's embedding and head, and with layers of the policy evenly spaced from first to last."""
-
-    first_weights: ClassVar[str] = "layers of the policy"
 
     type: Literal["draft_model"]
     """Kind of drafter."""

@@ -119,9 +119,7 @@ def drafter_loss(
     anchors: share of the starts that is compared; below 1, `generator` draws them. Returns the loss, a differentiable scalar, and the
     mean loss of each draft position [K], detached. Both cover only supervised positions.
     """
-    alignment = align(batch, drafter.shape.trained_depth)
-    if anchors < 1 and generator is not None and len(alignment.start_rows):
-        alignment = alignment.sampled(anchors, generator)
+    alignment = align(batch, drafter.shape.trained_depth, anchors, generator)
     hidden, head = drafter.drafts(batch, alignment, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
     loss, per_position, accepted = draft_loss(hidden, head, teacher, alignment)
@@ -160,8 +158,7 @@ def acceptances(
 
 def _nothing_accepted(head: Tensor, alignment: Alignment) -> Tensor:
     """Return the two acceptance tables [2, K, S] before any comparison: all NaN."""
-    precision = torch.promote_types(head.dtype, torch.float32)
-    return head.new_full((2, *alignment.supervised.shape), torch.nan, dtype=precision)
+    return at_least_float32(head.new_full((2, *alignment.supervised.shape), torch.nan))
 
 
 def _comparisons(

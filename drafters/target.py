@@ -1,6 +1,6 @@
 """What a drafter needs to know about its target model, read from the target's folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -69,9 +69,7 @@ class TargetSpec:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # heads of GLM-4.5 norm queries and keys
-    unused_token_id: int | None = field(
-        default=None, compare=False
-    )  # a token that text never has; None if there may be none
+    unused_token_id: int | None = field(default=None, compare=False)  # a token that text never has, if there is one
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
@@ -119,6 +117,7 @@ class TargetSpec:
         """Return the config.json fields that every kind of drafter writes for these sizes."""
         return {
             **{name: getattr(self, name) for name in (*COPIED, "num_key_value_heads", "head_dim")},
+            "num_hidden_layers": self.num_layers,
             "hidden_act": "silu",
             "rope_theta": self.rope_parameters["rope_theta"],
             "rope_parameters": dict(self.rope_parameters),
@@ -128,6 +127,21 @@ class TargetSpec:
             "max_window_layers": 0,
             "eos_token_id": list(self.eos_token_ids) or None,
         }
+
+
+def read_sizes(
+    folder: str | Path, target: TargetSpec, problems_of: Callable[[dict[str, Any], TargetSpec], Iterable[str]]
+) -> tuple[dict[str, Any], TargetSpec]:
+    """Return the config.json of a drafter and the sizes that it states, with the end tokens of the target.
+
+    Raises ValueError with all that `problems_of` finds in them, or when they were made for another target.
+    """
+    config = read_config(folder)
+    sizes = TargetSpec.from_config(config, folder)
+    if problems := "; ".join(problems_of(config, sizes)):
+        raise ValueError(f"{folder}/config.json: {problems}")
+    sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
+    return config, replace(sizes, eos_token_ids=target.eos_token_ids)
 
 
 def other_values(config: dict[str, Any], wanted: Mapping[str, object]) -> list[str]:

@@ -14,8 +14,7 @@ from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import Choice, ServedAcceptance
 from cotrain.engine.speculation.step_costs import ratio_at
 from drafters.suffix.frequencies import spread
-from drafters.suffix.index import Drafts, SuffixIndex
-from drafters.suffix.requests import RequestTexts, key_of
+from drafters.suffix.index import Drafts, RequestTexts, SuffixIndex, key_of
 
 MATCHES = (2, 4, 8, 16)
 """Bounds of the match lengths whose acceptance is counted separately: up to 1 token, 2 or 3, and so on."""

@@ -29,11 +29,7 @@ RANK = 64
 
 CONFIDENCE = "confidence_head.proj.weight"
 
-SUPPORTED: dict[str, object] = {
-    "model_type": "qwen3",
-    "markov_head_type": "vanilla",
-    "dspark_draft_topk": None,
-}
+SUPPORTED: dict[str, object] = {"model_type": "qwen3", "markov_head_type": "vanilla", "dspark_draft_topk": None}
 """Fields that vLLM reads of a DSpark config.json beside DFlash's, with the only value that this drafter implements."""
 
 
@@ -42,7 +38,6 @@ class DSparkShape(DFlashShape):
     """Shape of a DSpark drafter. confidence: width of the confidence head's input, 0 without that head."""
 
     markov_rank: int = 1
-    from_anchor: bool = False
     confidence: int = 0
 
 
@@ -81,9 +76,9 @@ class DSparkDrafter(DFlashDrafter):
             confidence = block.sizes.hidden_size + rank * bool(config.get("confidence_head_with_markov"))
         if not confidence:  # vLLM leaves it out too
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
-        block = replace(block, trained_depth=config.get("block_size") or block.trained_depth)
-        from_anchor = config.get("sample_from_anchor", True)
-        return DSparkShape(**vars(block), markov_rank=rank, from_anchor=from_anchor, confidence=confidence), tensors
+        depth, from_anchor = config.get("block_size") or block.trained_depth, config.get("sample_from_anchor", True)
+        block = replace(block, trained_depth=depth, from_anchor=from_anchor)
+        return DSparkShape(**vars(block), markov_rank=rank, confidence=confidence), tensors
 
     @staticmethod
     def to_config(shape: Any) -> dict[str, object]:
@@ -99,10 +94,6 @@ class DSparkDrafter(DFlashDrafter):
     @property
     def serving(self) -> ServingSpec:
         return ServingSpec("dspark", self.shape.aux_layers)
-
-    @property
-    def first_row(self) -> int:
-        return 0 if self.shape.from_anchor else 1
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden, head = super().drafts(batch, alignment, target)

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
 from drafters.attention import attend, recomputed
-from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape
+from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape, unsupported
 from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.block.first_weights import attend_to_newest, regression
 from drafters.config import DFlashConfig
-from drafters.files import read_config
-from drafters.rotary import inverse_frequencies
-from drafters.target import other_values
+from drafters.target import other_values, read_sizes
 from drafters.unroll import MLP, Attention, in_chunks
 
 SUPPORTED: dict[str, object] = {
@@ -56,6 +54,7 @@ class DFlashShape(AuxShape):
     mask_token_id: int
     causal: bool = True
     has_head: bool = True  # otherwise the target's, over all tokens
+    from_anchor: bool = False  # the row of the newest token proposes the first draft token; DSpark's alone
 
 
 class BlockLayer(nn.Module):
@@ -84,6 +83,7 @@ class DFlashDrafter(AuxDrafter):
         self.layers = nn.ModuleList([BlockLayer(shape.sizes) for _ in range(shape.sizes.num_layers)])
         self.register_buffer("spread", torch.ones(self.fc.in_features))
         self.add_head(shape.has_head)
+        self.never_drafted, self.drafts_follow_length = (shape.mask_token_id,), not shape.causal
 
     @staticmethod
     def shape_of(config: DFlashConfig, target: TargetSpec) -> DFlashShape:
@@ -107,11 +107,7 @@ class DFlashDrafter(AuxDrafter):
     def read(
         folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
     ) -> tuple[DFlashShape, dict[str, Tensor]]:
-        config = read_config(folder)
-        sizes = TargetSpec.from_config(config, folder)
-        if problems := "; ".join(problems_of(config, sizes, Path(folder))):
-            raise ValueError(f"{folder}/config.json: {problems}")
-        sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
+        config, sizes = read_sizes(folder, target, lambda config, sizes: problems_of(config, sizes, Path(folder)))
         depth = config.get("block_size", 0) - 1 if config.get("block_size") else depth_if_unstated
         if depth is None:
             fix = 'add "block_size": 1 + K'
@@ -121,7 +117,7 @@ class DFlashDrafter(AuxDrafter):
         layers = config.get(AUX_LAYERS) or [layer + 1 for layer in _stated(config, LAYER_IDS) or ()] or None
         causal = config.get("is_causal")
         shape = DFlashShape(
-            sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=None),
+            sizes=replace(sizes, sliding_window=None),
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
             aux_layers=check_aux_layers(layers, target, f"{folder}/config.json"),
@@ -138,7 +134,6 @@ class DFlashDrafter(AuxDrafter):
             "architectures": ["DFlashDraftModel"],
             **sizes.layer_config(),
             "model_type": "qwen3",
-            "num_hidden_layers": sizes.num_layers,
             "attention_bias": sizes.attention_bias,
             "draft_vocab_size": shape.draft_vocab_size,
             "target_hidden_size": sizes.hidden_size,
@@ -154,17 +149,8 @@ class DFlashDrafter(AuxDrafter):
     def serving(self) -> ServingSpec:
         return ServingSpec("dflash", self.shape.aux_layers)
 
-    @property
-    def drafts_follow_length(self) -> bool:
-        return not self.shape.causal
-
-    @property
-    def first_row(self) -> int:
-        """Return the row of a block that proposes the first draft token."""
-        return 1
-
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
-        first, depth = self.first_row, len(alignment.supervised)
+        depth, first = len(alignment.supervised), 0 if self.shape.from_anchor else 1
         rows, dtype = alignment.context_rows, self.fc.weight.dtype
         context = self.hidden_norm(self.fc(batch.aux_hidden[rows].to(dtype) / self.spread))
         ids = torch.full((len(alignment.start_rows), first + depth), self.shape.mask_token_id, device=rows.device)
@@ -180,10 +166,6 @@ class DFlashDrafter(AuxDrafter):
         hidden = self.norm(hidden)
         head = self.lm_head.weight if self.has_own_head else target.head
         return [hidden[:, row] for row in range(first, first + depth)], head
-
-    @property
-    def never_drafted(self) -> tuple[int, ...]:
-        return (self.shape.mask_token_id,)
 
     @torch.no_grad()
     def start_training(self, batch: DraftBatch, target: TargetWeights, is_new: bool) -> None:
@@ -245,16 +227,11 @@ def _stated(config: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 def problems_of(config: dict[str, Any], sizes: TargetSpec, folder: Path) -> Iterator[str]:
     """Yield each reason why this drafter would not compute what an engine computes from the same checkpoint."""
-    own = config.get("dflash_config") or {}
-    for field in other_values(config, SUPPORTED) + other_values(own, IN_DFLASH_CONFIG):
-        yield f"this is a DFlash variant with {field}, which is not supported"
+    fields = other_values(config, SUPPORTED) + other_values(config.get("dflash_config") or {}, IN_DFLASH_CONFIG)
+    yield from unsupported("a DFlash", fields, sizes)
     if "sliding_attention" in (config.get("layer_types") or ()):
         yield "it has layers with sliding attention, which cotrain does not train"
     if _stated(config, MASK_IDS) is None:
         yield "it has no mask_token_id"
     if (folder / "mask_embedding.pt").exists():
         yield "it has a mask_embedding.pt, which vLLM cannot replace in a running engine"
-    try:
-        inverse_frequencies(sizes)
-    except ValueError as error:
-        yield str(error)

@@ -20,8 +20,8 @@ from torch import Tensor
 from drafters.alignment import Alignment, DraftBatch
 from drafters.base import TRAINED_DEPTH, Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
 from drafters.config import DraftModelConfig
-from drafters.files import read_config, weight_files
-from drafters.target import served_otherwise
+from drafters.files import weight_files
+from drafters.target import read_sizes, served_otherwise
 
 HEAD = "lm_head.weight"
 
@@ -53,8 +53,8 @@ class DraftModel(Drafter):
 
     @staticmethod
     def shape_of(config: DraftModelConfig, target: TargetSpec) -> Shape:
-        if problem := _unsupported(target):
-            raise ValueError(f'drafter.model.type: {problem}; use type = "eagle3"')
+        if problems := _unsupported(target):
+            raise ValueError(f'drafter.model.type: {problems[0]}; use type = "eagle3"')
         if config.num_layers > target.num_layers:
             more = f"{config.num_layers} layers cannot be cut from the target's {target.num_layers}"
             raise ValueError(f"drafter.model.num_layers: {more}; lower it")
@@ -62,16 +62,11 @@ class DraftModel(Drafter):
 
     @staticmethod
     def read(folder: str | Path, target: TargetSpec, depth_if_unstated: int | None) -> tuple[Shape, dict[str, Tensor]]:
-        config = read_config(folder)
-        sizes = TargetSpec.from_config(config, folder)
-        sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
-        if problem := _unsupported(sizes):
-            raise ValueError(f"{folder}/config.json: {problem}")
+        config, sizes = read_sizes(folder, target, lambda _, sizes: _unsupported(sizes))
         if fields := served_otherwise(config):
             other = "vLLM would serve another model than is trained"
             raise ValueError(f"{folder}/config.json has {', '.join(fields)}: {other}")
         sizes.check_made_for(target, ("sliding_window",), folder)  # vLLM gives it the target's
-        sizes = replace(sizes, eos_token_ids=target.eos_token_ids)
         depth = config.get(TRAINED_DEPTH) or depth_if_unstated or 1
         return Shape(sizes, depth), _own_tensors(read_tensors(folder), sizes)
 
@@ -82,7 +77,6 @@ class DraftModel(Drafter):
             **sizes.layer_config(),
             "architectures": [FAMILIES[sizes.model_type]],
             "model_type": sizes.model_type,
-            "num_hidden_layers": sizes.num_layers,
             "tie_word_embeddings": sizes.tie_word_embeddings,
             "attention_bias": sizes.attention_bias,
             "mlp_bias": sizes.mlp_bias,
@@ -106,14 +100,14 @@ class DraftModel(Drafter):
         return [states[alignment.input_rows(k)] for k in range(len(alignment.supervised))], head.weight
 
 
-def _unsupported(sizes: TargetSpec) -> str | None:
-    """Say why a model of these sizes cannot be trained as a draft model; None when it can."""
+def _unsupported(sizes: TargetSpec) -> list[str]:
+    """Return the reason why a model of these sizes cannot be trained as a draft model; nothing when it can."""
     if sizes.model_type not in FAMILIES:
-        return f"a draft model of model_type {sizes.model_type} cannot be trained ({', '.join(FAMILIES)} can)"
+        return [f"a draft model of model_type {sizes.model_type} cannot be trained ({', '.join(FAMILIES)} can)"]
     rope = sizes.rope_parameters
     if rope["rope_type"] != "default" or "partial_rotary_factor" in rope:
-        return f'only rope_type "default" over whole heads can be trained, not {rope["rope_type"]!r}'
-    return None
+        return [f'only rope_type "default" over whole heads can be trained, not {rope["rope_type"]!r}']
+    return []
 
 
 def _own_tensors(tensors: dict[str, Tensor], sizes: TargetSpec) -> dict[str, Tensor]:

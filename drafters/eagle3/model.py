@@ -17,14 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape
+from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape, to_tokens, unsupported
 from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.config import Eagle3Config
-from drafters.files import read_config
-from drafters.rotary import inverse_frequencies
-from drafters.target import other_values
+from drafters.target import other_values, read_sizes
 from drafters.unroll import MLP, Attention, DraftLayer, unroll
-from drafters.vocabulary import to_tokens
 
 SUPPORTED: dict[str, object] = {
     "hidden_act": "silu", "logit_scale": 1, "is_causal": True, "quantization_config": None,
@@ -37,7 +34,6 @@ MODEL_TYPES = ("llama", "phi3", "qwen2")
 
 NESTED: dict[str, object] = {"use_aux_hidden_state": True}
 """The same as `SUPPORTED`, for fields of eagle_config."""
-
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
@@ -99,11 +95,7 @@ class Eagle3Drafter(AuxDrafter):
     def read(
         folder: str | Path, target: TargetSpec, depth_if_unstated: int | None
     ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
-        config = read_config(folder)
-        sizes = TargetSpec.from_config(config, folder)
-        if problems := "; ".join(_problems(config, sizes)):
-            raise ValueError(f"{folder}/config.json: {problems}")
-        sizes.check_made_for(target, ("vocab_size", "hidden_size"), folder)
+        config, sizes = read_sizes(folder, target, _problems)
         hidden_size = config.get("target_hidden_size", sizes.hidden_size)
         replace(sizes, hidden_size=hidden_size).check_made_for(target, ("hidden_size",), folder)
         methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
@@ -116,7 +108,7 @@ class Eagle3Drafter(AuxDrafter):
         nested = config.get("eagle_config") or {}
         aux_layers = config.get(AUX_LAYERS) or [layer + 1 for layer in nested.get(AUX_LAYERS) or ()] or None
         shape = Eagle3Shape(
-            sizes=replace(sizes, eos_token_ids=target.eos_token_ids, sliding_window=window),
+            sizes=replace(sizes, sliding_window=window),
             trained_depth=depth,
             draft_vocab_size=config.get("draft_vocab_size") or sizes.vocab_size,
             aux_layers=check_aux_layers(aux_layers, target, f"{folder}/config.json"),
@@ -131,7 +123,7 @@ class Eagle3Drafter(AuxDrafter):
     @staticmethod
     def to_config(shape: Eagle3Shape) -> dict[str, object]:
         sizes = shape.sizes
-        own = {"model_type": "llama", "num_hidden_layers": sizes.num_layers, "attention_bias": sizes.attention_bias}
+        own = {"model_type": "llama", "attention_bias": sizes.attention_bias}
         slides = {} if sizes.sliding_window is None else {"layer_types": ["sliding_attention"] * sizes.num_layers}
         llama = sizes.layer_config() | own | {"mlp_bias": False} | slides
         return {
@@ -185,19 +177,14 @@ class Eagle3Drafter(AuxDrafter):
 
 def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:
     """Yield each reason why this drafter would not compute what an engine computes from the same checkpoint."""
-    nested = config.get("eagle_config") or {}
-    for field in other_values(config, SUPPORTED) + other_values(nested, NESTED):
-        yield f"this is an EAGLE-3 variant with {field}, which is not supported"
+    fields = other_values(config, SUPPORTED) + other_values(config.get("eagle_config") or {}, NESTED)
+    yield from unsupported("an EAGLE-3", fields, sizes)
     if sizes.model_type not in MODEL_TYPES:
         yield f"model_type {sizes.model_type} is not supported ({', '.join(MODEL_TYPES)} are)"
     if sizes.hidden_size % sizes.num_attention_heads:
         yield f"transformers takes no hidden_size {sizes.hidden_size} that {sizes.num_attention_heads} heads do not divide"
     if len(set(config.get("layer_types") or ())) > 1:
         yield f"layer_types {config['layer_types']} differ, which is not supported"
-    try:
-        inverse_frequencies(sizes)
-    except ValueError as error:
-        yield str(error)
     if config.get("sliding_window") and config.get("use_sliding_window") is not False and not config.get("layer_types"):
         fix = 'add "layer_types": ["sliding_attention"], or take it out'
         yield f"vLLM reads no sliding_window = {config['sliding_window']} without layer_types; {fix}"

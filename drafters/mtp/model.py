@@ -156,7 +156,6 @@ class MtpDrafter(Drafter):
             head_format.counted_by: 1,
             TRAINED_DEPTH: shape.trained_depth,
             **sizes.layer_config(),
-            "num_hidden_layers": sizes.num_layers,
             "num_experts": sizes.experts.number if sizes.experts else 0,
         }
 

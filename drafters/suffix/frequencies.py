@@ -153,13 +153,6 @@ def _link(text, links, heads, known, length):
 
 
 @_compiled
-def _unlink(text, links, heads, known, length):
-    """Undo _link."""
-    for place in range(length - 1, known - 1, -1):
-        heads[text[place - 1] & (BUCKETS - 1)] = links[place]
-
-
-@_compiled
 def _own_places(text, length, links, heads, places, matched):
     """Find earlier places of a request's own text that follow its last token, the latest first. Returns their number."""
     n, last = 0, length - 1
@@ -294,10 +287,11 @@ def draft(requests, rows, response_starts, own, own_ends, every, k, draws, rng):
         num_own = own_ends[i] - begin
         segments[:num_own], segments[num_own : num_own + num_every] = own[begin : own_ends[i]], every
         text, length = texts[row], lengths[row]
+        heads_here = heads[row].copy()  # draft tokens are linked for the draft alone
         for j in range(k):
-            _link(text, links[row], heads[row], length + j - (j > 0), length + j)
+            _link(text, links[row], heads_here, length + j - (j > 0), length + j)
             n, longest = _next_distribution(
-                segments[: num_own + num_every], num_own, text, length + j, response_starts[i], links[row], heads[row],
+                segments[: num_own + num_every], num_own, text, length + j, response_starts[i], links[row], heads_here,
                 supports[i, j], probabilities[i, j], work,
             )  # fmt: skip
             if j == 0:
@@ -308,7 +302,6 @@ def draft(requests, rows, response_starts, own, own_ends, every, k, draws, rng):
             text[length + j] = tokens[i, j] = supports[i, j, chosen]
             sizes[i, j] = n
             nums[i] += 1
-        _unlink(text, links[row], heads[row], length, length + min(nums[i], k - 1))
     return tokens, supports, probabilities, sizes, nums, matches
 
 

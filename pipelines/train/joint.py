@@ -77,7 +77,8 @@ def banner(
     notes = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
     if config.drafter is not None:
         model = config.drafter.model
-        first = config.drafter.init or ("the policy's own head" if native_head(model_path) else model.first_weights)
+        new = "layers of the policy" if model.type == "draft_model" else "random init"
+        first = config.drafter.init or ("the policy's own head" if native_head(model_path) else new)
         notes["drafter"] = f"{model.type} from {first}"
     if history := config.rollout.history:
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"

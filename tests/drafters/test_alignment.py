@@ -85,8 +85,8 @@ def test_a_batch_without_supervision_has_no_starts():
 
 
 def test_a_share_of_the_starts_keeps_the_context_and_the_rollout_of_each():
-    alignment = align(make_batch((4, 8, 0), (3, 1, 0), (5, 9, 2)), 3)
-    sampled = alignment.sampled(0.3, torch.Generator().manual_seed(0))
+    batch = make_batch((4, 8, 0), (3, 1, 0), (5, 9, 2))
+    alignment, sampled = align(batch, 3), align(batch, 3, 0.3, torch.Generator().manual_seed(0))
     assert len(sampled.start_rows) == round(0.3 * len(alignment.start_rows)) > 3
     assert torch.equal(sampled.context_rows, alignment.context_rows)
     assert torch.equal(sampled.context_rows[sampled.starts_in_context], sampled.start_rows)
@@ -98,13 +98,13 @@ def test_a_share_of_the_starts_keeps_the_context_and_the_rollout_of_each():
     for context, starts in sampled.spans:
         inside = sampled.starts_in_context[starts]
         assert ((inside >= context.start) & (inside < context.stop)).all()
-    assert len(alignment.sampled(1e-9, torch.Generator()).start_rows) == 1
+    assert len(align(batch, 3, 1e-9, torch.Generator()).start_rows) == 1
 
 
 def test_starts_that_are_drawn_together_share_their_target_rows():
-    alignment = align(make_batch((4, 300, 0), (4, 300, 0)), 5)
-    sampled = alignment.sampled(0.25, torch.Generator().manual_seed(0))
+    batch = make_batch((4, 300, 0), (4, 300, 0))
+    sampled = align(batch, 5, 0.25, torch.Generator().manual_seed(0))
     rows = torch.cat([sampled.target_rows(position) for position in range(5)])
     assert len(rows.unique()) < 1.5 * len(sampled.start_rows) < 0.4 * len(rows)
-    other = alignment.sampled(0.25, torch.Generator().manual_seed(1))
+    other = align(batch, 5, 0.25, torch.Generator().manual_seed(1))
     assert not torch.equal(other.start_rows, sampled.start_rows)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters.vocabulary import choose_tokens, to_maps, to_tokens
+from drafters.aux_layers import choose_tokens, to_maps, to_tokens
 
 
 def test_most_frequent_tokens_ascending():
@@ -23,7 +23,7 @@ def test_special_tokens_are_always_in():
 
 def test_maps_go_both_ways():
     tokens = torch.tensor([1, 4, 5])
-    d2t, t2d = to_maps(tokens, 7)
+    d2t, t2d = to_maps(tokens, 7).values()
     assert d2t.tolist() == [1, 3, 3]
     assert t2d.nonzero().flatten().tolist() == [1, 4, 5]
     assert torch.equal(to_tokens(d2t), tokens)

@@ -19,8 +19,8 @@ from cotrain.lossless.setting import PLAIN, Setting, standard_settings
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import Rollout, WeightPayload
 from drafters.alignment import DraftBatch
+from drafters.aux_layers import to_tokens
 from drafters.base import Drafter, TargetWeights
-from drafters.vocabulary import to_tokens
 from pipelines.verify.checks import Distributions, Plan, Verifier, perturbed, target_distributions
 from tests.engine import planted_bugs
 from tests.engine.conftest import SERVING, LiveEngine, distilled, eagle3, make_requests

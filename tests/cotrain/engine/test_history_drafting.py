@@ -11,8 +11,7 @@ from cotrain.engine.history import HistoryDrafting, Probabilities, Proposal, Ste
 from cotrain.engine.interface import attach
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import Choice, ServedAcceptance
-from drafters.suffix.index import Drafts, SuffixIndex
-from drafters.suffix.requests import RequestTexts
+from drafters.suffix.index import Drafts, RequestTexts, SuffixIndex
 
 K = 3
 RATIOS = [1.0, 1.2, 1.3, 1.4]

@@ -10,8 +10,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.transformers_utils.config import patch_rope_parameters
 
-from drafters.rotary import inverse_frequencies
 from drafters.target import TargetSpec
+from drafters.unroll import inverse_frequencies
 
 HEAD, MAX_POSITIONS = 64, 131072
 POSITIONS = torch.cat([torch.arange(4096), torch.arange(8000, 8100)])

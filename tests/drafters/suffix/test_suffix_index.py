@@ -10,8 +10,7 @@ from scipy import stats
 
 from drafters.suffix import frequencies
 from drafters.suffix.frequencies import EVERY_PROMPT_WEIGHT
-from drafters.suffix.index import BYTES_PER_TOKEN, MOST_BYTES, Drafts, SuffixIndex
-from drafters.suffix.requests import RequestTexts, key_of
+from drafters.suffix.index import BYTES_PER_TOKEN, MOST_BYTES, Drafts, RequestTexts, SuffixIndex, key_of
 
 PROMPTS = [[1, 2, 3], [1, 2, 4], [5]]
 
