@@ -79,7 +79,7 @@ def step_times(num_requests: int, num_tapped: int) -> tuple[float, float, float]
     step = Step(num_requests)
     hook, figures = hook_with(step, num_tapped, STEPS + PROMPT), []
     for position in range(PROMPT, PROMPT + STEPS):
-        if not hook.tap.is_recording:
+        if not hook.tap.requests:
             return 0.0, 0.0, 0.0
         step.move_to(position)
         start = np.array([time.perf_counter(), time.thread_time(), time.process_time()])

@@ -28,7 +28,6 @@ CPU_ARGUMENTS = {
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
 
-
 Patch = Callable[..., Any]
 
 PATCHES: dict[Patch, tuple[str, str]] = {}
@@ -79,8 +78,8 @@ def fork_engine_core() -> None:
     import vllm.v1.engine.utils as cores
     import vllm.v1.executor.multiproc_executor as workers
 
-    apply(leave_llvmlite_out)  # before a core looks for kernels, which is before it imports our extension
-    for patch in (load_without_torchvision, inspect_here):  # before vLLM reads a model's configuration
+    # Before vLLM reads a model's configuration, and before a core looks for kernels, which is before it imports our extension.
+    for patch in (leave_llvmlite_out, load_without_torchvision, inspect_here):
         apply(patch)
     cores.get_mp_context = workers.get_mp_context = _Forking
 
@@ -368,9 +367,10 @@ def correct() -> None:
     """
     from vllm.platforms import current_platform
 
-    patches = tuple(PATCHES) if current_platform.is_cpu() else ()
-    if find_spec(KERNELS) is None:  # vLLM searches for kernels since 0.31
-        patches = tuple(patch for patch in patches if patch is not leave_llvmlite_out)
+    if not current_platform.is_cpu():
+        return
+    # vLLM searches for kernels since 0.31.
+    patches = [patch for patch in PATCHES if patch is not leave_llvmlite_out or find_spec(KERNELS)]
     for owner, name in (PATCHES[patch] for patch in patches):
         getattr(pkgutil.resolve_name(owner), name)  # raises before any patch is applied
     for patch in patches:

@@ -1,13 +1,12 @@
 """One rollout engine: vLLM's asynchronous engine with speculation, feature tap and weight updates.
 
-A plain asynchronous class; `actors/engines.py` makes it a Ray actor. `processes.py` has the start and the calls into vLLM,
-and `updates.py` the updates of weights.
+`processes.py` has the start and the calls into vLLM, and `updates.py` the updates of weights.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cached_property
@@ -35,10 +34,8 @@ class RolloutEngine(UpdatableEngine):
         self._chooses = False  # does DraftLengths choose the draft length?
         self._batches = 0
         self._entering: dict[int, dict[str, RolloutRequest]] = {}
-        """Requests of calls that wait for those of other calls, by place; see `generate`."""
-        self._entered: asyncio.Future[tuple[dict[str, TapRequest], dict[str, Any]]] | None = None  # what they wait for
-
-    # -- draft length ------------------------------------------------------------------------------------------------
+        """Requests of calls that wait for those of other calls, by place; see `generate`. `_entered` is what they wait for."""
+        self._entered: asyncio.Future[asyncio.Task[tuple[dict[str, TapRequest], dict[str, Any]]]] | None = None
 
     async def set_num_speculative_tokens(self, num_speculative_tokens: int | None) -> None:
         """Set the draft length from the next step on, at most rollout.num_speculative_tokens; 0 switches speculation off.
@@ -67,8 +64,6 @@ class RolloutEngine(UpdatableEngine):
             return "off: nothing proposes draft tokens"
         return await self.in_scheduler(DraftLengths.describe)
 
-    # -- rollouts ----------------------------------------------------------------------------------------------------
-
     async def generate(
         self, requests: list[RolloutRequest], tap: float = 1.0, together: tuple[int, int] = (0, 1), **overrides: Any
     ) -> RolloutBatch:
@@ -84,7 +79,8 @@ class RolloutEngine(UpdatableEngine):
         """
         if overrides:
             await self.in_scheduler(DraftLengths.begin, False)
-        started, named = time.perf_counter(), self._named(requests)
+        self._batches += 1
+        started, named = time.perf_counter(), {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
         try:
             tapped, queues = await self._enter(named, tap, together, overrides)
             rollouts, times = await self._ended(named, queues)
@@ -113,12 +109,9 @@ class RolloutEngine(UpdatableEngine):
         entered = self._entered = self._entered or asyncio.get_running_loop().create_future()
         if len(self._entering) == number:
             calls, self._entering, self._entered = self._entering, {}, None
-            try:
-                together_named = {name: request for i in range(number) for name, request in calls[i].items()}
-                entered.set_result(await self._begin(together_named, tap, overrides))
-            except Exception as error:  # each of the calls raises it
-                entered.set_exception(error)
-        return await entered
+            together_named = {name: request for i in range(number) for name, request in calls[i].items()}
+            entered.set_result(asyncio.create_task(self._begin(together_named, tap, overrides)))
+        return await (await entered)  # each of the calls raises what `_begin` does
 
     async def _begin(
         self, named: dict[str, RolloutRequest], tap: float, overrides: dict[str, Any]
@@ -133,7 +126,14 @@ class RolloutEngine(UpdatableEngine):
             tapped = self._admission.choose(known, tap)
         if tapped:
             await self.on_workers(EngineWorker.start_tapping, tapped, self.spec.rollout.features.max_bytes)
-        return tapped, await self._add(named, overrides, first_of_each_prompt(tapped))
+        engine, queues, computed_whole = self._engine, dict[str, Any](), first_of_each_prompt(tapped)
+        paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
+        async with death_in_words(engine), paused:
+            for name, request in named.items():
+                own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
+                sampling = self._sampling(request, overrides | own)
+                queues[name] = await engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, sampling)
+        return tapped, queues
 
     async def take_window(self) -> Window:
         """Return what the engine steps since the last call did, and what speculation gained."""
@@ -141,20 +141,11 @@ class RolloutEngine(UpdatableEngine):
         gain = GainReport(**report["gain"]) if self._chooses else None
         return Window(gain, [StepTotal(*row) for row in report["steps"]])
 
-    def _named(self, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
-        """Return the requests of the next call under names that no other call has."""
-        self._batches += 1
-        return {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
-
     @cached_property
     def _admission(self) -> Admission:
-        return Admission(self.spec.rollout.features.max_bytes, self._row_bytes, str(self.spec.seed))
-
-    @property
-    def _row_bytes(self) -> int:
-        """Bytes that the tap holds for one token."""
         num_layers, config = len(self._aux_layers) + 1, self._engine.model_config
-        return row_bytes(num_layers * config.get_hidden_size(), config.dtype.itemsize)
+        row_size = row_bytes(num_layers * config.get_hidden_size(), config.dtype.itemsize)
+        return Admission(self.spec.rollout.features.max_bytes, row_size, str(self.spec.seed))
 
     @property
     def _aux_layers(self) -> list[int]:
@@ -162,22 +153,6 @@ class RolloutEngine(UpdatableEngine):
 
     def _max_tokens(self, request: RolloutRequest, overrides: dict[str, Any]) -> int:
         return overrides.get("max_tokens") or request.max_new_tokens or self.spec.rollout.max_new_tokens
-
-    async def _add(
-        self, requests: dict[str, RolloutRequest], overrides: dict[str, Any], computed_whole: Container[str]
-    ) -> dict[str, Any]:
-        """Let requests enter the engine. Returns the queue of each one's output.
-
-        computed_whole: names of those that compute their prompt even if it is in the prefix cache.
-        """
-        engine, queues = self._engine, {}
-        paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
-        async with death_in_words(engine), paused:
-            for name, request in requests.items():
-                own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
-                sampling = self._sampling(request, overrides | own)
-                queues[name] = await engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, sampling)
-        return queues
 
     async def _ended(
         self, requests: dict[str, RolloutRequest], queues: dict[str, Any]
@@ -252,8 +227,6 @@ class RolloutEngine(UpdatableEngine):
         if stats["num_rollouts"]:
             os.replace(f"{path}{PARTIAL}", path)
         return ([path] if stats["num_rollouts"] else []), stats
-
-    # -- history and switches ----------------------------------------------------------------------------------------
 
     async def add_history(self, rollouts: Sequence[Rollout]) -> None:
         """Add finished rollouts to the history that this engine drafts from, if it has one."""

@@ -19,8 +19,6 @@ from drafters.suffix.index import Drafts, RequestTexts, SuffixIndex, key_of
 MATCHES = (2, 4, 8, 16)
 """Bounds of the match lengths whose acceptance is counted separately: up to 1 token, 2 or 3, and so on."""
 
-NOTHING = Choice(0, 1.0)
-
 
 class Proposal(NamedTuple):
     """What history proposed for one request, until it is known how much of it was accepted."""
@@ -106,7 +104,7 @@ class HistoryDrafting:
             return None
         drafts = self.index.draft(self._texts, np.where(step.num_new > 0, step.rows, -1), k, ~greedy)
         nums, classes = drafts.nums.tolist(), match_classes(drafts.matches).tolist()
-        choices = [by_match[of_match] if num else NOTHING for of_match, num in zip(classes, nums, strict=True)]
+        choices = [by_match[of_match] if num else Choice(0, 1.0) for of_match, num in zip(classes, nums, strict=True)]
         if not plan.probes and speed_of(choices, plan.ratios) <= 1:
             return None
         lengths = [min(choice.length + plan.probes, k) for choice in choices]

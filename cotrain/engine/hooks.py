@@ -1,7 +1,4 @@
-"""A hook into the drafting of vLLM's model runner V1: it feeds the tap, and makes draft length 0 free.
-
-Like cpu.py and weights.py, it touches vLLM's internals in the worker. model_runner_v2.py does the same for the V2 runner.
-"""
+"""A hook into the drafting of vLLM's model runner V1: it feeds the tap, and makes draft length 0 free."""
 
 import time
 from collections import defaultdict
@@ -157,7 +154,7 @@ class DraftingHook(TapHook):
     def propose(self, scheduler_output: Any, sampled: Any, sampling_metadata: Any, hidden: Tensor, *rest: Any) -> Any:
         """Stand in for vLLM's propose_draft_token_ids."""
         _, aux_hidden, _, attention, _ = rest
-        if self.tap.is_recording:
+        if self.tap.requests:
             self._guard(self.record, [*(aux_hidden or ()), hidden], attention)
         off = scheduler_output.num_spec_tokens_to_schedule == 0 and torch.is_tensor(sampled)
         leave_out = off and not (self.reads_prompts and computes_prompts(scheduler_output))

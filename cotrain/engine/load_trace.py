@@ -30,9 +30,8 @@ class Box(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of `tensor`, which may be strided itself but has the shape that the box was made for."""
-        return tensor.as_strided(
-            *self.moved(tensor.shape, contiguous(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        )
+        strides = contiguous(tensor.shape), tensor.stride()
+        return tensor.as_strided(*self.moved(tensor.shape, *strides, int(tensor.storage_offset())))
 
     def moved(self, shape: Any, old: Any, new: Any, offset: int = 0) -> "Box":
         """The box in a tensor of `shape` when the tensor's strides change from `old` to `new`, where it begins at `offset`."""

@@ -5,8 +5,7 @@ the checkpoint.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -15,9 +14,6 @@ from torch import Tensor, nn
 
 from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
 from cotrain.engine.load_trace import Box, Loaded, LoadTrace, trace_of
-
-Copy = Callable[[Tensor], Tensor]
-"""Returns a model's own copy of a weight in the layout of the weight, from the weight as it is served; the copy may be of some of its rows alone."""
 
 
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
@@ -101,7 +97,8 @@ def differing_tensors(
             module = model.get_submodule(path)
             views = _served_views(module, leaf, loaded, columns, turn)
             if leaf == "weight" and views and (copy := copies.get(id(module))) is not None:
-                views.append((copy(views[0][0]), None))
+                kept = views[0][0][: loaded.shape[0] - sum(map(len, copy))]
+                views.append((torch.cat([kept, *copy]), None))
             for to, name, source in loaded.copies:
                 wanted = source.of(expected[name])
                 if not views or not all(_is_served(view, chosen, to, wanted) for view, chosen in views):
@@ -132,28 +129,29 @@ def _is_served(view: Tensor, chosen: Tensor | None, to: Box, wanted: Tensor) -> 
     if chosen is not None:
         width, num = to.shape[-1], len(chosen)
         wanted = wanted.index_select(-1, chosen)
-        to = Box(
-            (*to.shape[:-1], num), (*(step // width * num for step in to.stride[:-1]), 1), to.offset // width * num
-        )
+        stride = (*(step // width * num for step in to.stride[:-1]), 1)
+        to = Box((*to.shape[:-1], num), stride, to.offset // width * num)
     return torch.equal(to.of(view).cpu().to(wanted.dtype), wanted)
 
 
-def derived_copies(model: nn.Module) -> dict[int, Copy]:
-    """Return what reads the copy of a module's weight, by the module's id, of all that have one.
+def derived_copies(model: nn.Module) -> dict[int, list[Tensor]]:
+    """Return the rows that a model has copied of a module's weight, by the module's id: all of them or the last ones, in parts.
 
     Some models make copies of weights when they are loaded, and compute with these in place of the weights.
     """
     module: Any
-    copies: dict[int, Copy] = {
-        id(module.kv_b_proj): partial(_of_latent_attention, module)
-        for module in model.modules()
-        if hasattr(module, "W_UV")
-    }
+    copies: dict[int, list[Tensor]] = {}
+    for module in model.modules():
+        if hasattr(module, "W_UV"):  # of its N heads, latent attention has copies [N, P, L] and [N, L, V]
+            heads = zip(module.W_UK_T, module.W_UV.mT, strict=True)
+            copies[id(module.kv_b_proj)] = [rows for head in heads for rows in head]
     for module in _block_drafters(model):
-        copies[id(module.hidden_norm)] = partial(_of_context_norm, module)
-        for number, layer in enumerate(module.layers):
-            copies[id(layer.self_attn.k_norm)] = partial(_of_key_norm, module, number)
-            copies[id(layer.self_attn.qkv_proj)] = partial(_of_context_projection, module, number)
+        copies[id(module.hidden_norm)] = [module._hidden_norm_weight]
+        # Keys and values of all layers lie in one matrix, with which a block drafter reads its context.
+        projections = module._fused_kv_weight.chunk(len(module.layers))
+        for layer, norm, projection in zip(module.layers, module._k_norm_weights, projections, strict=True):
+            copies[id(layer.self_attn.k_norm)] = [norm]
+            copies[id(layer.self_attn.qkv_proj)] = [projection]
     return copies
 
 
@@ -168,23 +166,3 @@ def derive_again(model: nn.Module) -> None:
 
 def _block_drafters(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if hasattr(module, "_build_fused_kv_buffers"))
-
-
-def _of_latent_attention(attention: Any, _: Tensor) -> Tensor:
-    """Latent attention multiplies by two copies of its own: [N, P, L] and [N, L, V] of N heads."""
-    return torch.cat([attention.W_UK_T, attention.W_UV.mT], 1).flatten(0, 1)
-
-
-def _of_context_norm(drafter: Any, _: Tensor) -> Tensor:
-    return drafter._hidden_norm_weight
-
-
-def _of_key_norm(drafter: Any, number: int, _: Tensor) -> Tensor:
-    return drafter._k_norm_weights[number]
-
-
-def _of_context_projection(drafter: Any, number: int, served: Tensor) -> Tensor:
-    """The rows of keys and values of all layers lie in one matrix, with which a block drafter reads its context."""
-    first = drafter.layers[number].self_attn.q_size
-    size = len(served) - first
-    return torch.cat([served[:first], drafter._fused_kv_weight[number * size : (number + 1) * size]])

@@ -1,7 +1,6 @@
 """A hook into the drafting of vLLM's model runner V2, its default on GPUs: it feeds the tap, and keeps the draft length.
 
-Like hooks.py, which does the same for the V1 runner, it touches vLLM's internals in the worker. V2 gives its speculator
-all rows of a step and all hidden states before it drafts.
+It is what hooks.py has for the V1 runner. V2 gives its speculator all rows of a step and all hidden states before it drafts.
 """
 
 import inspect
@@ -51,7 +50,7 @@ class SpeculatorHook(TapHook):
         **options: Any,
     ) -> Any:  # fmt: skip
         """Stand in for the speculator's propose. Returns draft tokens [R, most draft tokens]."""
-        if self.tap.is_recording:
+        if self.tap.requests:
             self._guard(self.record, [*(aux_hidden or ()), hidden], input_batch)
         length = options.get(LENGTH, self.draft_length)
         if length == 0 and not self.reads_prompts:

@@ -6,8 +6,6 @@ written by absolute position, so the row of a rejected draft token is overwritte
 The rows of a prompt are kept once for all requests with that prompt, because they depend only on its tokens and on the policy. A
 request whose prompt was in the prefix cache computes no rows for it, and uses those that another request computed. Rows that no
 tapped request computed stay holes, which `take` masks. To avoid them, the engine has one request of each prompt compute it whole.
-
-Each row is stamped with the policy version that computed it. A rollout has rows of one version; those of others are holes.
 """
 
 import math
@@ -62,24 +60,16 @@ class FeatureTap:
         self.changes = 0  # grows whenever the tapped requests change
         self.dropped = 0  # number of rollouts that were dropped since the last reading
         self._num_bytes, self._max_bytes = 0, math.inf
-        self._requests: dict[str, TapRequest] = {}
+        self.requests: dict[str, TapRequest] = {}  # by name; others only read it
         self._prompts: dict[str, _Recording] = {}
         self._responses: dict[str, _Recording] = {}
-
-    @property
-    def is_recording(self) -> bool:
-        return bool(self._requests)
-
-    def names(self) -> set[str]:
-        """Return the names of the tapped requests."""
-        return set(self._requests)
 
     def start(self, requests: Mapping[str, TapRequest], max_bytes: float = math.inf) -> None:
         """Also tap these requests, by name, until each is taken. Rows of all other requests are ignored.
 
         max_bytes: of all hidden states held from now on. When there are more, whole rollouts are dropped, see tap_admission.py.
         """
-        self._requests |= requests  # in place, because the thread may drop one meanwhile
+        self.requests |= requests  # in place, because the thread may drop one meanwhile
         self._max_bytes = max_bytes
         self.changes += 1
 
@@ -100,7 +90,7 @@ class FeatureTap:
 
         token_ids [n]. hidden: the bytes of hidden states of this dtype, [n, ...] each, which side by side are the rows.
         """
-        request = self._requests.get(name)
+        request = self.requests.get(name)
         if request is None:
             return
         length, size = request.prompt_length, sum(part.shape[1] for part in hidden)
@@ -115,18 +105,18 @@ class FeatureTap:
                 self._responses[name] = _Recording(length + request.max_new_tokens, size, dtype)
             rows = [h[num:] for h in hidden]
             self._num_bytes += self._responses[name].write(max(first, length), token_ids[num:], rows, version)
-        while self._num_bytes > self._max_bytes and len(held := dict(self._requests)) > 1:
+        while self._num_bytes > self._max_bytes and len(held := dict(self.requests)) > 1:
             self.drop([max(held, key=lambda other: held[other].rank)])
 
     def _forget(self, name: str) -> tuple[TapRequest, _Recording | None, _Recording | None] | None:
         """Remove a request, and return it with what was recorded of its prompt and of its response. None if it is not tapped."""
-        request, response = self._requests.pop(name, None), self._responses.pop(name, None)
+        request, response = self.requests.pop(name, None), self._responses.pop(name, None)
         if request is None:
             return None
         self.changes += 1
         prompt = self._prompts.get(request.prompt)
         self._num_bytes -= response.num_bytes if response is not None else 0
-        if prompt is not None and all(other.prompt != request.prompt for other in list(self._requests.values())):
+        if prompt is not None and all(other.prompt != request.prompt for other in list(self.requests.values())):
             self._num_bytes -= prompt.num_bytes
             del self._prompts[request.prompt]
         return request, prompt, response

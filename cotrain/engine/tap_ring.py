@@ -77,7 +77,7 @@ class TapRing:
         """Look up the tapped requests of a batch, if it or the tapped requests have changed."""
         if self._batch == (ids, self._tap.changes):
             return
-        self._batch, tapped = (list(ids), self._tap.changes), self._tap.names()
+        self._batch, tapped = (list(ids), self._tap.changes), set(self._tap.requests)
         names = [self._name_of(internal) for internal in ids]
         self._numbers = np.array([i for i, name in enumerate(names) if name in tapped], np.int64)
         self._names = [names[i] for i in self._numbers]

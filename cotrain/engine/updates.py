@@ -71,11 +71,10 @@ class UpdatableEngine(EngineProcesses):
         if drafter_version < self.versions.drafter:
             raise ValueError(f"drafter version {drafter_version} is older than the served {self.versions.drafter}")
         started = time.perf_counter()
-        rates = None if expected_rates is None else list(expected_rates)
         await self._weights(self.on_workers(EngineWorker.update, True, payload.path, payload.digests, drafter_version))
         self._before = self.versions
         await self._stamp(Versions(self.versions.policy, drafter_version))
-        await self.in_scheduler(DraftLengths.new_drafter, rates)
+        await self.in_scheduler(DraftLengths.new_drafter, list(expected_rates or ()))
         return SwapReport(time.perf_counter() - started, payload.num_bytes)
 
     async def check_drafter(self, payload: WeightPayload) -> None:

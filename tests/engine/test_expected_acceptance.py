@@ -14,6 +14,7 @@ import torch
 
 from cotrain.config.schema import FeatureTapConfig, RolloutConfig
 from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.tap_admission import row_bytes
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import RolloutBatch, RolloutRequest
 from cotrain.trainer.buffer import batches_of
@@ -143,7 +144,9 @@ def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:
     """Under a bound that holds a quarter of the rollouts at full length, which are tapped does not depend on their lengths."""
     rollout = deep_engine.engine.spec.rollout
     num_tokens = REQUESTS // 4 * (12 + rollout.max_new_tokens)
-    bounds = FeatureTapConfig(max_bytes=num_tokens * deep_engine.engine._row_bytes)
+    num_layers, model = len(deep_engine.engine._aux_layers) + 1, deep_engine.engine._engine.model_config
+    row_size = row_bytes(num_layers * model.get_hidden_size(), model.dtype.itemsize)
+    bounds = FeatureTapConfig(max_bytes=num_tokens * row_size)
     stops = list(range(40, 120, 16))  # of the tokens that the tiny target prefers
     lengths, tapped, tapped_per_call = [], [], []
     object.__setattr__(rollout, "features", bounds)

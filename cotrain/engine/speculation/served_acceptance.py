@@ -11,7 +11,7 @@ import numpy as np
 
 from cotrain.engine.speculation.step_costs import Array
 
-MEMORIES = np.array([[100.0], [16.0]])
+MEMORIES = np.array([100.0, 16.0])[:, None, None]
 """Drafts after which an observation counts half, in what is believed and in what was seen last. Each position forgets by its own
 drafts, so that what is known about lengths that are not drafted at present is kept."""
 
@@ -39,23 +39,29 @@ class Choice(NamedTuple):
 class ServedAcceptance:
     """Acceptance counts by draft position, with forgetting."""
 
-    def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = ()):
-        """expected_rates [K or fewer]: for position i, the share of drafts expected to accept it and all before it."""
-        self._trials, self._accepted = np.zeros((2, 2, max_speculative_tokens))  # [memories, K] each
+    def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = (), by_length: bool = False):
+        """expected_rates [K or fewer]: for position i, the share of drafts expected to accept it and all before it.
+
+        by_length: each draft length has counts of its own, for a drafter that proposes other tokens for another length, as blocks
+        do that are not causal.
+        """
+        sets = max_speculative_tokens + 1 if by_length else 1
+        self._trials, self._accepted = np.zeros((2, 2, sets, max_speculative_tokens))  # [memories, sets, K] each
         known = len(expected_rates)
-        self._trials[0, :known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
-        self._accepted[0, :known] = EXPECTED_DRAFTS * np.array(expected_rates)
+        self._trials[0, :, :known] = EXPECTED_DRAFTS * np.array([1.0, *expected_rates])[:known]
+        self._accepted[0, :, :known] = EXPECTED_DRAFTS * np.array(expected_rates)
 
     def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
         """Count one engine step: (draft tokens, accepted ones) of each request with drafts."""
         if not drafts:
             return
-        drafted, accepted = np.array(drafts).T[:, :, None]  # [requests, 1] each
-        positions = np.arange(self._trials.shape[1])
-        trials = (np.minimum(drafted, accepted + 1) > positions).sum(0)
+        drafted, accepted = np.array(drafts).T[:, :, None, None]  # [requests, 1, 1] each
+        _, sets, length = self._trials.shape
+        counts, positions = (sets == 1) | (drafted == np.arange(sets)[:, None]), np.arange(length)
+        trials = (counts & (np.minimum(drafted, accepted + 1) > positions)).sum(0)
         kept = 0.5 ** (trials / MEMORIES)
         self._trials = kept * self._trials + trials
-        self._accepted = kept * self._accepted + (accepted > positions).sum(0)
+        self._accepted = kept * self._accepted + (counts & (accepted > positions)).sum(0)
 
     def forget_what_is_contradicted(self) -> None:
         """Let only the last drafts count at positions where they contradict what is believed."""
@@ -66,11 +72,12 @@ class ServedAcceptance:
 
     def tokens_per_step(self) -> Array:
         """Return L_k, the expected tokens of a step, for each draft length k [K+1]."""
-        rates, belief, weight = np.empty_like(self._trials[0]), FIRST_RATE, FIRST_DRAFTS
-        for i, (trials, accepted) in enumerate(zip(self._trials[0], self._accepted[0], strict=True)):
-            rates[i] = belief = (accepted + weight * belief) / (trials + weight)
+        rates, belief, weight = np.empty_like(self._trials[0]), np.array(FIRST_RATE), FIRST_DRAFTS
+        for i, (trials, accepted) in enumerate(zip(self._trials[0].T, self._accepted[0].T, strict=True)):
+            rates[:, i] = belief = (accepted + weight * belief) / (trials + weight)
             weight = DEEPER_DRAFTS
-        return np.concatenate([[1.0], 1.0 + np.cumsum(np.cumprod(rates))])
+        tokens = np.insert(1.0 + np.cumsum(np.cumprod(rates, 1), 1), 0, 1.0, 1)
+        return tokens[0] if len(tokens) == 1 else tokens.diagonal()
 
     def best(self, ratios: Sequence[float] | None, longest: int) -> Choice:
         """Return the draft length up to `longest` that yields the most tokens above what its time would yield without speculation.
@@ -81,22 +88,3 @@ class ServedAcceptance:
         tokens = self.tokens_per_step()[: longest + 1]
         best = longest if ratios is None else int((tokens - ratios[: longest + 1]).argmax())
         return Choice(best, float(tokens[best]))
-
-
-class AcceptanceByLength:
-    """ServedAcceptance for a drafter that proposes other tokens for another draft length, as blocks do that are not causal."""
-
-    def __init__(self, max_speculative_tokens: int, expected_rates: Sequence[float] = ()):
-        """expected_rates: see ServedAcceptance; of every draft length, until it was drafted."""
-        self._of = [ServedAcceptance(max_speculative_tokens, expected_rates) for _ in range(max_speculative_tokens + 1)]
-
-    def observe(self, drafts: Sequence[tuple[int, int]]) -> None:
-        for length in {drafted for drafted, _ in drafts}:
-            self._of[length].observe([draft for draft in drafts if draft[0] == length])
-
-    def forget_what_is_contradicted(self) -> None:
-        for acceptance in self._of:
-            acceptance.forget_what_is_contradicted()
-
-    def tokens_per_step(self) -> Array:
-        return np.array([acceptance.tokens_per_step()[length] for length, acceptance in enumerate(self._of)])

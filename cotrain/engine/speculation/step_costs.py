@@ -45,17 +45,13 @@ class StepCosts:
         """[max_batch, sizes] how much each size counts for a batch."""
         # The state: the pace, log t_0 at each size, and log t_k / t_0 [K, sizes].
         steps, sizes = np.arange(1, max_speculative_tokens + 1), np.arange(len(self.sizes))
-        alike = (
-            np.minimum.outer(steps, steps)[:, None, :, None]
-            * SIZES_ALIKE ** abs(np.subtract.outer(sizes, sizes))[:, None]
-        )
-        block, first = len(steps) * len(sizes), 1 + len(sizes)
-        size = first + block
+        alike = np.kron(np.minimum.outer(steps, steps), SIZES_ALIKE ** abs(np.subtract.outer(sizes, sizes)))
+        first, size = 1 + len(sizes), 1 + len(sizes) + len(alike)
         self._mean, self._errors = np.zeros(size), np.zeros((size, size))
         self._errors[0, 0] = 100.0
         self._errors[1:first, 1:first] = BATCH_ERROR**2 * np.minimum.outer(sizes, sizes)
         self._mean[first:] = np.repeat(USUAL_COST * steps, len(sizes))
-        self._errors[first:, first:] = COST_ERROR**2 * alike.reshape(block, block)
+        self._errors[first:, first:] = COST_ERROR**2 * alike
         self._drift = np.r_[PACE_DRIFT**2, np.zeros(len(sizes)), np.full(size - first, COST_DRIFT**2)]
 
     def observe(self, length: float, batch: int, seconds: float) -> None:

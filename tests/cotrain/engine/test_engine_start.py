@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cotrain.engine import processes
 from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, scheduler_for
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
+from cotrain.engine.tap_admission import TapRequest
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
 from drafters.base import ServingSpec
@@ -181,7 +183,7 @@ class Failing(RolloutEngine):
         self.calls: list[tuple[object, ...]] = []
         self._engine = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 4, dtype=torch.float32))
 
-    async def _add(self, *_: object) -> list[object]:
+    async def _begin(self, *_: object) -> tuple[dict[str, TapRequest], dict[str, object]]:
         raise RuntimeError("a request was refused")
 
     async def in_scheduler(self, method: Callable[..., object], *args: object) -> None:
@@ -201,9 +203,8 @@ class Together(RolloutEngine):
 
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
-        self._engine = SimpleNamespace(
-            errored=False, model_config=SimpleNamespace(get_hidden_size=lambda: 4, dtype=torch.float32)
-        )
+        model_config = SimpleNamespace(get_hidden_size=lambda: 4, dtype=torch.float32)
+        self._engine = SimpleNamespace(errored=False, model_config=model_config, add_request=self.add_request)
         self.entered: list[list[str]] = []
         self.queues: dict[str, asyncio.Queue[SimpleNamespace]] = {}
 
@@ -211,10 +212,16 @@ class Together(RolloutEngine):
         await asyncio.sleep(0)
         return {"num_rollouts": 0}
 
-    async def _add(self, requests: dict[str, RolloutRequest], *_: object) -> dict[str, object]:
-        self.entered.append([request.prompt_id for request in requests.values()])
-        self.queues |= {name: asyncio.Queue() for name in requests}
-        return {name: self.queues[name] for name in requests}
+    async def add_request(self, name: str, *_: object) -> asyncio.Queue[SimpleNamespace]:
+        self.queues[name] = asyncio.Queue()
+        return self.queues[name]
+
+    async def _begin(
+        self, named: dict[str, RolloutRequest], *options: Any
+    ) -> tuple[dict[str, TapRequest], dict[str, Any]]:
+        begun = await super()._begin(named, *options)
+        self.entered.append([request.prompt_id for request in named.values()])
+        return begun
 
     def _rollout(self, request: RolloutRequest, output: object) -> Rollout:
         return Rollout(request.prompt_id, 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)

@@ -153,7 +153,7 @@ def test_requests_come_and_go_while_others_are_recorded():
     record(tap, 4, 6)
     assert kept(take(tap, 7)) == list(range(6))
     assert kept(take(tap, 10, "b")) == list(range(9))
-    assert not tap.is_recording
+    assert not tap.requests
     tap.start({"c": one()})
     record(tap, 3, 9, "c")
     assert kept(take(tap, 10, "c")) == list(range(3, 9))  # the first prompt's rows went with its last request
@@ -191,21 +191,21 @@ def test_beyond_the_bound_whole_rollouts_are_dropped_the_last_admitted_first():
     for name in "abc":
         record(tap, 0, 8, name)
     record(tap, 4, 28, "a")  # 8 rows of two prompts, which "a" and "b" share one of, and 24 + 4 + 4 of responses
-    assert tap.names() == {"a", "b", "c"} and tap.dropped == 0
+    assert tap.requests.keys() == {"a", "b", "c"} and tap.dropped == 0
     record(tap, 28, 31, "a")
-    assert tap.names() == {"a", "c"} and tap.dropped == 1
+    assert tap.requests.keys() == {"a", "c"} and tap.dropped == 1
     assert take(tap, 9, "b") is None
     record(tap, 8, 9, "c")
-    assert tap.names() == {"a", "c"}, "40 rows are as many as may be"
+    assert tap.requests.keys() == {"a", "c"}, "40 rows are as many as may be"
     record(tap, 31, 32, "a")
-    assert tap.names() == {"a"}, "the one that was admitted first stays, whoever needs the room"
+    assert tap.requests.keys() == {"a"}, "the one that was admitted first stays, whoever needs the room"
     record(tap, 32, 400, "a")
     assert kept(take(tap, 401)) == list(range(400)), "one is held however long it is"
     tap.start({"d": one(prompt="another")}, 40 * ROW)
     tap.start({"b": one()}, 40 * ROW)
     record(tap, 0, 36, "d")
     record(tap, 0, 4, "b")
-    assert tap.names() == {"b", "d"}, "what was taken has given its room back"
+    assert tap.requests.keys() == {"b", "d"}, "what was taken has given its room back"
 
 
 def test_rows_that_are_computed_again_take_no_room():
@@ -214,7 +214,7 @@ def test_rows_that_are_computed_again_take_no_room():
     record(tap, 0, 4, "b")
     for _ in range(5):
         record(tap, 0, 16)
-    assert tap.names() == {"a", "b"}
+    assert tap.requests.keys() == {"a", "b"}
 
 
 def test_a_shared_prompt_does_not_change_when_one_of_its_requests_is_taken():

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from cotrain.config.schema import DrafterConfig
-from cotrain.engine.speculation.draft_length import PROBE_STEPS, DraftLengths, Plan
-from cotrain.engine.speculation.trials import BLOCK_STEPS
+from cotrain.engine.speculation.draft_length import BLOCK_STEPS, PROBE_STEPS, DraftLengths, Plan
 from cotrain.publish.alarms import check_step
 from cotrain.records import GainReport, Rollout, RolloutBatch, StepTotal, Versions
 from tests.cotrain.engine.simulated_engine import (

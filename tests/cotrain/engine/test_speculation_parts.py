@@ -8,10 +8,9 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from cotrain.engine.scheduling import DraftLengthScheduler
-from cotrain.engine.speculation.draft_length import DraftLengths, Step
-from cotrain.engine.speculation.served_acceptance import AcceptanceByLength, ServedAcceptance
+from cotrain.engine.speculation.draft_length import DraftLengths, Step, Trials
+from cotrain.engine.speculation.served_acceptance import ServedAcceptance
 from cotrain.engine.speculation.step_costs import FIRST_DRAFT_SHARE, StepCosts, ratio_at
-from cotrain.engine.speculation.trials import Trials
 from cotrain.records import GainReport
 from tests.cotrain.engine.simulated_engine import CPU, GOOD, GPU, K, Shape, expected_tokens
 
@@ -122,7 +121,7 @@ def test_a_fast_step_of_no_certain_length_gains_no_more_than_its_tokens() -> Non
     assert gain.speedup_vs_no_speculation <= 1.0
 
 
-def serve(acceptance: ServedAcceptance | AcceptanceByLength, rates: tuple[float, ...], k: int, steps: int) -> None:
+def serve(acceptance: ServedAcceptance, rates: tuple[float, ...], k: int, steps: int) -> None:
     random = np.random.default_rng(0)
     for _ in range(steps):
         acceptance.observe([(k, int(np.cumprod(random.random(k) < np.array(rates[:k])).sum())) for _ in range(4)])
@@ -137,7 +136,7 @@ def test_what_is_served_at_one_length_predicts_the_others() -> None:
 
 def test_drafts_that_follow_from_their_number_are_judged_by_it() -> None:
     """The first draft token of a pair is accepted less often than one alone."""
-    acceptance = AcceptanceByLength(K, [0.7, 0.5, 0.4])
+    acceptance = ServedAcceptance(K, [0.7, 0.5, 0.4], by_length=True)
     serve(acceptance, (0.9,), 1, 100)
     serve(acceptance, (0.3, 0.9), 2, 100)
     assert acceptance.tokens_per_step() == pytest.approx([1, 1.9, 1.57, 2.6], abs=0.1)

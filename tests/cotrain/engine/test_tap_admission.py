@@ -211,7 +211,7 @@ def simulated(
             length = running.pop(name)[1]
             lengths.append(length)
             admission.observe({name: int(length * known)})
-            if name in tap.names():
+            if name in tap.requests:
                 kept.append(length)
                 tap._forget(name)
 

@@ -332,7 +332,7 @@ def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path)
     ]
     assert torch.equal(torch.cat([one.aux_hidden, one.final_hidden], 1)[7:10], torch.cat([*AUX, HIDDEN], 1)[:3])
     assert stats["num_rollouts"] == 1 and stats["num_holes"] == 7 and stats["record_seconds"] == 0.25
-    assert hook.tap.names() == {"b1r1"}, "it goes on"
+    assert hook.tap.requests.keys() == {"b1r1"}, "it goes on"
 
 
 def test_what_fails_while_a_shard_is_written_is_raised(tmp_path):
@@ -371,7 +371,7 @@ def test_a_tap_that_cannot_keep_up_drops_whole_rollouts(monkeypatch):
     draft(runner, 2)
     gate.set()
     settle(hook.ring)
-    assert hook.tap.dropped == 1 and hook.tap.names() == {"b1r1"}
+    assert hook.tap.dropped == 1 and hook.tap.requests.keys() == {"b1r1"}
     assert hook.tap.take("b1r0", torch.arange(10), 0) is None
     assert hook.tap.take("b1r1", torch.arange(10), 0) is not None
 
