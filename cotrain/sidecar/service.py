@@ -135,8 +135,8 @@ class DrafterService:
         else:
             config, folder = self._prepared.config, self._prepared.run_dir.drafter(event.version)
             self._prepared.trainer.save_checkpoint(folder, event.version)
-            tags = {"init": config.drafter.init or "random", "decision": event.reason}
-            tags["data_fingerprint"] = f"{config.name}:the host's requests to round {step - 1}"
+            text = f"{config.name}:the host's requests to round {step - 1}"
+            tags = {"data_fingerprint": text, "decision": event.reason}
             self._tracker.log_drafter(folder, self._engines.current.versions, step, outcome.promised, tags)
         self._note([event])
         return True
