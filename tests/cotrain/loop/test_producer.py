@@ -50,7 +50,7 @@ def test_a_group_is_scored_while_others_of_its_step_are_generated_and_the_window
     stream.step()
     events = [row["event"] for row in read_rows(stream.events.path) if row["event"] in ("finished", "scored")]
     assert events == ["finished", "scored"] * P
-    features = stream.producer.windows.take([]).batch.features
+    features = stream.producer.windows.take([])[0].features
     assert features == [name for _, names in sorted(stream.engines.calls) for name in names]
 
 
@@ -67,7 +67,7 @@ def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
 
     stream.roles.drafter = SimpleNamespace(node="here")
     stream.roles.nodes = SimpleNamespace(begin_bring=lambda path, node, move: (path, node, move), arrived=arrived)
-    window = stream.producer.windows.take([]).batch
+    window = stream.producer.windows.take([])[0]
     assert (window.features, window.feature_stats) == (["brought 1 to here"], tapped)
     assert stream.producer.metrics()["drafter/lost_features"] == 4
 
