@@ -30,6 +30,7 @@ from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
 from cotrain.process.cluster import Arrival
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, Versions, Window
+from cotrain.run.checkpoint import RunState
 from cotrain.run.rows import RowFile
 from cotrain.run.step_metrics import lag_metrics
 from cotrain.tasks.prompts import PromptOrder
@@ -143,7 +144,8 @@ def measure(in_flight: int, lag: int, engines: int, seed: int, folder: Path) -> 
     tokenizer = SimpleNamespace(apply_chat_template=lambda *_, **__: [1] * PROMPT_TOKENS)
     prompts = Prompts(Task(), PromptOrder(DATASET, groups, seed), tokenizer)
     roles = Roles(Engines(engines), [Rewards()], None, None, None, reactor, None, None)
-    producer = Producer(config, roles, prompts, RowFile(folder / "stream.jsonl"))
+    start = RunState(0, Versions(0, 0), {}, {})
+    producer = Producer(config, roles, prompts, RowFile(folder / "stream.jsonl"), start)
     gc.collect()
     gc.freeze()  # as in a run
     for _ in range(lag + 1):
@@ -160,13 +162,7 @@ def one_step(producer: Producer, reactor: Reactor) -> None:
     """What the controller does with the stream in one step."""
     producer.admit(False)
     producer.metrics()
-    taken: list[Any] = []
-
-    def is_there() -> bool:
-        taken.extend(producer.take() or ())
-        return bool(taken)
-
-    reactor.until(is_there)
+    taken = reactor.until(producer.take)
     producer.windows.take([rollout for group in taken for rollout in group.rollouts])
     producer.release()
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cotrain.loop.lengths import LengthHistory
+from cotrain.loop.ledger import LengthHistory
 from cotrain.run.rows import read_rows
 
 PROMPTS, SAMPLES, MEAN, CAP, SPREAD = 64, 8, 2000.0, 16_384, 0.9

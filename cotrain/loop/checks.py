@@ -1,7 +1,6 @@
 """Checks that a run makes of its own rollouts: hidden states and log-probs at its start, and their distribution all along."""
 
 from dataclasses import replace
-from typing import Any
 
 from cotrain.acceptance_stats import last_segment
 from cotrain.config.schema import RunConfig
@@ -11,6 +10,7 @@ from cotrain.lossless.emitted import Draws
 from cotrain.lossless.monitor import LosslessMonitor
 from cotrain.publish.alarms import Alarm
 from cotrain.records import Rollout, RolloutBatch, ScoredRollout
+from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
 from cotrain.trainer.self_check import check_features, check_log_probs, check_records
 from drafters.base import SamplingParams
@@ -20,12 +20,11 @@ from drafters.files import end_token_ids
 class Checks:
     """What was checked so far, and the monitor of the distribution."""
 
-    def __init__(self, config: RunConfig, roles: Roles, console: Console, first_step: int, saved: Any = None):
-        """first_step: the first of this start. saved: what `state` returned; None for a new run."""
+    def __init__(self, config: RunConfig, roles: Roles, console: Console, start: RunState):
         rollout = config.rollout
-        self._config, self._roles, self._console, self._first_step = config, roles, console, first_step
+        self._config, self._roles, self._console, self._first_step = config, roles, console, start.step + 1
         self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
-        self.monitor = LosslessMonitor(config.lossless, self._sampling, rollout.dtype, config.seed, saved)
+        self.monitor = LosslessMonitor(config.lossless, self._sampling, rollout.dtype, config.seed, start.lossless)
         self._features_checked = False
 
     def features(self, batch: RolloutBatch, policy_version: int, clock: Clock) -> None:

@@ -25,7 +25,7 @@ from cotrain.policy.losses import group_advantages
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.publish.decision import Outcome
-from cotrain.records import RolloutBatch, ScoredRollout, SwapReport, Versions, WeightPayload
+from cotrain.records import RolloutBatch, ScoredRollout, Versions, WeightPayload
 from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
@@ -72,9 +72,9 @@ class Controller:
         self.config, self.run_dir, self.roles, self.prompts, self.records = config, run_dir, roles, prompts, records
         self.state = state  # where the run stands after its last whole step
         self.last_rollouts: list[ScoredRollout] = []  # the rollouts that the last step trained on
-        self.producer = Producer(config, roles, prompts, records.events, state.step, state.stream)
+        self.producer = Producer(config, roles, prompts, records.events, state)
         self._checkpoints = Checkpoints(config, run_dir, roles)
-        self.checks = Checks(config, roles, records.console, state.step + 1, state.lossless)
+        self.checks = Checks(config, roles, records.console, state)
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
         )
@@ -90,11 +90,12 @@ class Controller:
         try:
             self._checkpoints.try_out(self._snapshot(self.state))
         except Exception as error:
-            raise RunFailure(
-                f"checkpoints of this run cannot be saved in {self.run_dir.checkpoints}: {error}"
-            ) from error
+            failure = f"checkpoints of this run cannot be saved in {self.run_dir.checkpoints}: {error}"
+            raise RunFailure(failure) from error
         try:
-            self._steps(stop_requested)
+            while self.step < self.config.steps and not stop_requested():
+                self._report(self._one_step(self.step + 1, stop_requested))
+            self._save_last()
         except TaskFailed as failure:
             # The producer raises it before anything of the step is trained on, so what is finished can be saved.
             self._save_last()
@@ -105,11 +106,6 @@ class Controller:
                 self._checkpoints.finish()
             raise
         return self.step == self.config.steps
-
-    def _steps(self, stop_requested: Callable[[], bool]) -> None:
-        while self.step < self.config.steps and not stop_requested():
-            self._report(self._one_step(self.step + 1, stop_requested))
-        self._save_last()
 
     def _save_last(self) -> None:
         """Save the last whole step, unless it has been."""
@@ -138,32 +134,35 @@ class Controller:
         speculates = self.config.speculates and self.mode is None
         taps = speculates and self.roles.drafter is not None
         self.producer.admit(tap_share(self.config, self.last_rollouts) if taps else 0.0)
-        stream = self.producer.metrics()
+        metrics = self.producer.metrics()
         with clock.phase(waiting := "wait_for_rollouts" if lag else "generate"):
-            groups = self._take()
+            groups = self.roles.reactor.until(self._take)
         clock.seconds["reward_queue"] = min(reward_queue_s(groups), clock.seconds[waiting])
-        self.producer.windows.waited(clock.seconds.get("wait_for_rollouts", 0.0))
         scored = self._scored(groups)
         rollouts = [one.rollout for one in scored]
-        window = self.producer.windows.take(rollouts)
+        batch, engine_steps = self.producer.windows.take(rollouts, clock.seconds.get("wait_for_rollouts", 0.0))
         check_lag(rollouts, served, lag)
         if taps:
-            self.checks.features(window.batch, served.policy, clock)
+            self.checks.features(batch, served.policy, clock)
         outcomes, lossless = self._check_distribution(step, scored, clock) if speculates else ([], {})
-        history = self.roles.engines.history_metrics() if self.config.rollout.history is not None else {}
+        metrics |= lossless
+        if self.config.rollout.history is not None:
+            metrics |= self.roles.engines.history_metrics()
         with clock.phase("learn"):
-            outcome, learned, payload = self._learn(step, scored, window.batch, clock)
+            outcome, learned, payload = self._learn(step, scored, batch, clock)
         self.checks.log_probs(step, learned, max(served.policy - r.segments[0].versions.policy for r in rollouts))
-        swaps: dict[str, SwapReport] = {}
         if payload is not None:
             with clock.phase("swap_policy"):
-                swaps["policy"] = self._swap_policy(step, payload)
+                metrics |= self._swap_policy(step, payload)
         self.producer.release()
         if outcome is not None:
             outcomes.append(outcome)
             if outcome.swap is not None:
-                swaps["drafter"] = outcome.swap
-                self._keep_drafter(step, outcome)
+                metrics |= {"drafter/swap_s": outcome.swap.seconds, "drafter/swap_bytes": outcome.swap.num_bytes}
+                event = outcome.events[-1]
+                folder, data = self.run_dir.drafter(event.version), f"{self.config.name}:rollouts to step {step - 1}"
+                tags = {"data_fingerprint": data, "decision": event.reason}
+                self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
         last = step == self.config.steps or stop_requested()
         if last or step % self.config.checkpoint.every == 0:
             with clock.phase("checkpoint"):
@@ -172,23 +171,14 @@ class Controller:
                 self._checkpoints.begin(self._snapshot(state))
                 if last:  # no step follows in which the roles could write
                     self._checkpoints.wait()
-        learned |= self._checkpoints.metrics()
+        metrics |= learned | self._checkpoints.metrics()
         seconds = clock.seconds | {"step": clock.step_seconds}
         prompts = {group.prompt.id: group.prompt for group in groups}
-        return StepResult(
-            step, served, scored, prompts, window, stream, history, lossless, outcomes, learned, swaps, seconds
-        )
+        return StepResult(step, served, scored, prompts, batch, engine_steps, outcomes, metrics, seconds)
 
-    def _take(self) -> list[Group]:
-        taken: list[Group] = []
-
-        def is_there() -> bool:
-            self._checkpoints.poll()
-            taken.extend(self.producer.take() or ())
-            return bool(taken)
-
-        self.roles.reactor.until(is_there)
-        return taken
+    def _take(self) -> list[Group] | None:
+        self._checkpoints.poll()
+        return self.producer.take()
 
     def _scored(self, groups: list[Group]) -> list[ScoredRollout]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -256,7 +246,7 @@ class Controller:
             metrics = metrics | self._training.metrics()
         return outcome, metrics, payload
 
-    def _swap_policy(self, step: int, payload: WeightPayload) -> SwapReport:
+    def _swap_policy(self, step: int, payload: WeightPayload) -> dict[str, float]:
         drafter, nodes, version = self.roles.drafter, self.roles.nodes, self.versions.policy + 1
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
@@ -264,30 +254,23 @@ class Controller:
             self._heads = drafter.begin(DrafterTrainer.set_target_weights, path, version)
         swap = self.roles.engines.update_policy(payload, version)
         self.records.event(step, "policy swapped", version=version)
-        return swap
-
-    def _keep_drafter(self, step: int, outcome: Outcome) -> None:
-        """Record that the engines now serve another drafter, and log this drafter in the registry."""
-        event = outcome.events[-1]
-        folder = self.run_dir.drafter(event.version)
-        tags = {"data_fingerprint": f"{self.config.name}:rollouts to step {step - 1}", "decision": event.reason}
-        self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
+        return {"policy/swap_s": swap.seconds, "policy/swap_bytes": swap.num_bytes}
 
     def _report(self, result: StepResult) -> None:
         """Record a step that has ended."""
         step, row, records = result.step, result.row(self.config), self.records
         self.last_rollouts = result.scored
-        self.state = replace(
-            self.state, step=step, versions=self.versions, seconds=self.state.seconds + result.seconds["step"]
-        )
+        seconds = self.state.seconds + result.seconds["step"]
+        self.state = replace(self.state, step=step, versions=self.versions, seconds=seconds)
         acceptance = counts_by_depth(one.rollout for one in result.scored)
-        records.steps.write(step, {"engines": result.window.engine_steps, "acceptance": acceptance})
+        records.steps.write(step, {"engines": result.engine_steps, "acceptance": acceptance})
         records.metrics.write(step, row)
         records.tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), result.scored, result.prompts, self.prompts.tokenizer)
-        notes = [records.tracker.behind, *(event.in_short() for event in result.events), result.advice, self.mode or ""]
+        events = [event for outcome in result.outcomes for event in outcome.events]
+        notes = [records.tracker.behind, *(event.in_short() for event in events), self.mode or ""]
         records.console.step(step, self.config.steps, row, self.versions, notes)
-        for event in result.events:
+        for event in events:
             if event.is_bad_news:
                 records.console.say(f"  {event.kind}: {event.reason}")
 

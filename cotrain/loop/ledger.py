@@ -1,4 +1,4 @@
-"""Keeps track of which groups are in progress and which may start. Pure: no clock, no Ray, no engine.
+"""Keeps track of which groups are in progress, which may start, and how long they may take. Pure: no clock, no Ray, no engine.
 
 Groups are numbered in order of admission and trained on in the same order, P in each step: group g always belongs to
 step g // P + 1. It is admitted once the weights of at least g // P - L steps are served, and trained on once those of
@@ -6,8 +6,9 @@ g // P steps are, so none of its tokens is older than L policy versions (docs/gu
 generated again under the same number. It starts later then, so its tokens are newer and the bound still holds.
 """
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,9 +25,10 @@ NO_PROMPT = Prompt("", [], None)
 MOST_LOST, MOST_LOST_SHARE = 10, 0.1
 """A run ends when it loses more groups than this number plus this share of the admitted ones: that many are no accident."""
 
-
 ENGINE_DIED = "its engine died"
 """A reason that does not count: one death loses all groups of an engine, and cluster.min_engines already limits deaths."""
+
+NEWEST_WEIGHT = 0.5  # weight of a prompt's newest samples in its moving average: an older policy wrote the other ones
 
 
 @dataclass
@@ -55,7 +57,6 @@ class Ledger:
         self.admitted = served * prompts_per_step  # groups admitted so far, those of earlier steps included
         self.lost: Counter[str] = Counter()  # groups that were started over, by reason
         self.groups: dict[int, Group] = {}
-        self._in_state: Counter[State] = Counter()
         self._scored: Counter[int] = Counter()  # scored groups by step, counted from 0
         self._failed: dict[int, dict[int, TaskFailed]] = defaultdict(dict)  # by step and group
 
@@ -64,7 +65,6 @@ class Ledger:
         bound = (self._max_policy_lag + 1 + self.served) * self._prompts_per_step
         new = [Group(number) for number in range(self.admitted, min(bound, self._total))]
         self.groups |= {group.number: group for group in new}
-        self._in_state["admitted"] += len(new)
         self.admitted += len(new)
         return new
 
@@ -81,10 +81,8 @@ class Ledger:
         self._put(group, "scored")
 
     def lose(self, number: int, reason: str) -> Group:
-        """Start a group over under the same number. Raises RunFailure when too many were lost, ValueError for a taken group."""
+        """Start a group over under the same number. Raises RunFailure when too many were lost."""
         group = self.groups[number]
-        if group.state == "taken":
-            raise ValueError(f"group {number} is trained on and cannot be lost")
         self.lost[reason] += 1
         self._put(group, "admitted")
         group.attempt += 1
@@ -118,25 +116,23 @@ class Ledger:
             raise ValueError(f"{len(taken)} groups are taken, a step has {self._prompts_per_step}")
         for number in taken:
             del self.groups[number]
-        self._in_state["taken"] = 0
         del self._scored[self.served]
         self.served += 1
         return taken
 
     def count(self, *states: State) -> int:
         """How many groups are in any of these states."""
-        return sum(self._in_state[state] for state in states)
+        return sum(group.state in states for group in self.groups.values())
 
     def describe(self) -> str:
         """Say how many groups are in each state, for an error message."""
         oldest = min(self.groups, default=None)
-        what = ", ".join(f"{count} {state}" for state, count in self._in_state.items() if count) or "none"
+        states = Counter(group.state for group in self.groups.values())
+        what = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
         return f"groups: {what}; oldest {oldest}, admitted {self.admitted}, steps served {self.served}"
 
     def _put(self, group: Group, state: State) -> None:
-        """Change a group's state, and count it where it is. All costs are the same however many groups there are."""
-        self._in_state[group.state] -= 1
-        self._in_state[state] += 1
+        """Change a group's state, and count the scored groups of its step, which `take` asks for after every result."""
         self._scored[group.number // self._prompts_per_step] += (state == "scored") - (group.state == "scored")
         group.state = state
 
@@ -162,3 +158,30 @@ def check_lag(rollouts: Sequence[Rollout], served: Versions, max_policy_lag: int
             raise RunFailure(f"unknown_version: {told}, and the newest that was served is {served}")
         if served.policy - policies[0] > max_policy_lag:
             raise RunFailure(f"lag_exceeded: {told}, and step trains {served}; the bound is {max_policy_lag}")
+
+
+class LengthHistory:
+    """Predicts response lengths by a moving average of the log length for each prompt, so that the longest can begin first.
+
+    The length of a truncated response is a lower bound. Averages are geometric means, the medians of log-normal lengths.
+    """
+
+    def __init__(self, logs: Mapping[str, float] | None = None) -> None:
+        """logs: those of an earlier history to continue from."""
+        self.logs = dict(logs or {})  # the average of each prompt
+        self._overall: float | None = None  # the mean over prompts; None when it must be computed again
+
+    def expected(self, prompt_id: str) -> float:
+        """Expected response tokens for this prompt, or for any prompt if this one is new; 1 before the first observation."""
+        if self._overall is None:  # math.fsum does not depend on the order in which groups were scored
+            self._overall = math.fsum(self.logs.values()) / max(1, len(self.logs))
+        return math.exp(self.logs.get(prompt_id, self._overall))
+
+    def observe(self, prompt_id: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
+        """Learn from the lengths of a prompt's samples. If half of them are truncated, at least the longest is expected next."""
+        known = self.logs.get(prompt_id)
+        logs = [math.log(max(1, length)) for length in lengths]
+        newest = sum(logs) / len(logs)
+        average = newest if known is None else known + NEWEST_WEIGHT * (newest - known)
+        self.logs[prompt_id] = max(average, max(logs)) if 2 * sum(truncated) >= len(logs) else average
+        self._overall = None

@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from cotrain.config.schema import RunConfig
-from cotrain.loop.ledger import ENGINE_DIED, Group, Ledger
-from cotrain.loop.lengths import LengthHistory
+from cotrain.loop.ledger import ENGINE_DIED, Group, Ledger, LengthHistory
 from cotrain.loop.roles import Roles
 from cotrain.loop.scoring import Scoring
-from cotrain.loop.windows import Windows
+from cotrain.loop.step import Windows
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, derived_seed
+from cotrain.run.checkpoint import RunState
 from cotrain.run.rows import RowFile
 from cotrain.tasks.base import Task
 from cotrain.tasks.prompts import PromptOrder, encode_prompt
@@ -45,22 +45,14 @@ class Prompts:
 class Producer:
     """Generates and scores the groups of a run, and hands them out step by step."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        roles: Roles,
-        prompts: Prompts,
-        events: RowFile,
-        served: int = 0,
-        saved: dict[str, Any] | None = None,
-    ):
-        """Start after `served` steps whose weights are served. saved: what `state` returned then; None for a new run."""
+    def __init__(self, config: RunConfig, roles: Roles, prompts: Prompts, events: RowFile, start: RunState):
+        """start: where the run stands. Its stream is what `state` returned then; None for a new run."""
         new: dict[str, Any] = {"groups": [], "lost": {}, "lost_features": 0, "lengths": {"logs": {}}}
-        saved = new | (saved or {})
+        saved = new | (start.stream or {})
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
         self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
-        self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, served)
+        self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, start.step)
         self.ledger.lost.update(saved["lost"])
         self.windows = Windows(roles, stream.max_policy_lag > 0, saved["lost_features"])
         self.lengths = LengthHistory(saved["lengths"]["logs"])  # how long the responses to each prompt were
@@ -70,8 +62,6 @@ class Producer:
         self._outstanding = [0] * rollout.num_engines  # requests that each engine has not finished
         self._scoring = Scoring(roles.rewards, roles.reactor, stream.reward_timeout_s, self._scored, self._start_over)
         roles.reactor.watch(self._tick, self.ledger.describe)
-
-    # -- what a step does ---------------------------------------------------------------------------------------------
 
     def admit(self, tap: float) -> None:
         """Admit a group for each free slot, and dispatch groups while engines have room. tap: share of their rollouts to tap."""
@@ -134,8 +124,6 @@ class Producer:
         ]
         lost = {"lost": dict(self.ledger.lost), "lost_features": self.windows.state()}
         return {"groups": rows, "lengths": {"logs": self.lengths.logs}} | lost
-
-    # -- from state to state ------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         together = self._config.stream.max_policy_lag == 0
@@ -202,15 +190,11 @@ class Producer:
         self._scoring.add(group)
         self._dispatch()
 
-    # -- engines that die ---------------------------------------------------------------------------------------------
-
     def _engine_died(self, engine: int, number: int, failure: RunFailure) -> None:
         """Have the engine restarted, and let a group of it start over on another one."""
         self._roles.engines.lose(engine, failure)
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt
         self._start_over(self.ledger.groups[number], ENGINE_DIED, engine=engine)
-
-    # -- rewards ------------------------------------------------------------------------------------------------------
 
     def _scored(self, group: Group, rewards: list[float] | TaskFailed) -> None:
         if isinstance(rewards, TaskFailed):
@@ -233,8 +217,6 @@ class Producer:
     def _tick(self) -> None:
         self._scoring.check_time()
         self._dispatch()  # an engine may have come back
-
-    # -- records ------------------------------------------------------------------------------------------------------
 
     def _event(self, event: str, number: int, **fields: Any) -> None:
         step = number // self._config.rollout.prompts_per_step + 1

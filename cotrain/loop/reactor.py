@@ -6,11 +6,12 @@ are handled one by one, in the order in which they arrive, and each at the same 
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from cotrain.process.cluster import Arrival, Cluster
 from cotrain.process.failures import RunFailure
 
+T = TypeVar("T")
 TICK_SECONDS = 0.5  # how often time limits are checked, and how long a wait may take
 
 
@@ -43,14 +44,14 @@ class Reactor:
         """Whether the result of a reference is available."""
         return self._cluster.is_there(reference)
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Handle results until `done` returns true.
+    def until(self, done: Callable[[], T | None]) -> T:
+        """Handle results until `done` returns something true, and return that.
 
         Raises what a call raised. Raises RunFailure when a process has died whose call has no `failed` handler, when
         there is nothing left to wait for, or when no result has arrived for too long.
         """
         last = ticked = time.monotonic()
-        while not done():
+        while not (returned := done()):
             if not self._handlers:
                 raise RunFailure(f"deadlock: no task is pending ({self._describe()}): please report this")
             arrival = self._cluster.next_arrival(TICK_SECONDS)
@@ -62,9 +63,9 @@ class Reactor:
                 ticked = now
             last = now if arrival is not None else last
             if now - last > self._stalled_after_s:
-                raise RunFailure(
-                    f"{self._cluster.hung(list(self._handlers), self._stalled_after_s)}; {self._describe()}"
-                )
+                hung = self._cluster.hung(list(self._handlers), self._stalled_after_s)
+                raise RunFailure(f"{hung}; {self._describe()}")
+        return returned
 
     def wait(self, references: list[Any]) -> None:
         """Handle results until these references have theirs, which are ignored."""

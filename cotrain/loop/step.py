@@ -1,18 +1,25 @@
-"""One step of a run: its result, as the metrics and records are made of it, and the clock of its phases."""
+"""A step of a run: the clock of its phases, what the engines generate and measure meanwhile, and its result.
+
+Without lag, a window of the engines is a step; with lag, it ends with one.
+"""
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
+from cotrain.acceptance_stats import total_counts
 from cotrain.config.schema import RunConfig
-from cotrain.loop.windows import StepWindow
-from cotrain.publish.decision import DrafterEvent, Outcome
-from cotrain.records import Prompt, ScoredRollout, SwapReport, Versions
+from cotrain.engine.engine import RolloutEngine
+from cotrain.loop.roles import Roles
+from cotrain.process.failures import RunFailure
+from cotrain.publish.decision import Outcome
+from cotrain.records import GainReport, Prompt, Rollout, RolloutBatch, ScoredRollout, StepTotal, Versions
 from cotrain.run.console import Console
-from cotrain.run.step_metrics import idle_metrics, lag_metrics, reward_metrics, rollout_metrics
-
-LONG_QUEUE = 0.1  # share of a step above which waiting for busy scorers is worth a note
+from cotrain.run.step_metrics import lag_metrics, rollout_metrics
+from cotrain.transport.nodes import Coming
 
 
 class Clock:
@@ -36,6 +43,83 @@ class Clock:
         return time.perf_counter() - self._began
 
 
+class Windows:
+    """Collects the batches of finished groups until a window takes them."""
+
+    def __init__(self, roles: Roles, lags: bool, lost_features: int = 0):
+        """lags: whether generation runs ahead of learning. lost_features: rollouts whose hidden states were lost before."""
+        self._roles, self._lags = roles, lags
+        self.lost_features = lost_features
+        self._batches: list[tuple[tuple[int, int], RolloutBatch]] = []
+        self._began, self._waited = time.perf_counter(), 0.0
+
+    def add(self, engine: int, batch: RolloutBatch, place: int = 0) -> None:
+        """Add what an engine has generated for a group. place: of the group among those that entered the engine together.
+
+        A window has its batches by engine and place, so that without lag their order is always the same.
+        """
+        self._batches.append(((engine, place), batch))
+
+    def take(self, rollouts: list[Rollout], waited: float = 0.0) -> tuple[RolloutBatch, dict[int, list[StepTotal]]]:
+        """End the window. Returns what the engines have generated and measured in it, and the steps of each engine.
+
+        rollouts: those of the step, which are the window's own without lag. waited: seconds for them, with lag. With lag and no
+        group that has ended, the window is empty, and what the engines measure and the time count in the next one. Hidden states
+        are brought to the trainer's node; where a node is gone, its rollouts count as lost features.
+        """
+        self._waited += waited
+        if not self._batches:
+            return RolloutBatch([], [], None, 0.0, 0), {}
+        # Batches of one place stay in the order in which they ended.
+        batch = merge(self._brought([batch for _, batch in sorted(self._batches, key=itemgetter(0))]))
+        self._batches.clear()
+        seen = self._roles.engines.call_all(RolloutEngine.take_window)
+        gains = [window.gain for window in seen.values() if window.gain is not None]
+        batch = replace(batch, gain=sum(gains, start=GainReport()) if gains else None)
+        if self._lags:
+            now = time.perf_counter()
+            seconds, self._began = now - self._began, now
+            batch = replace(batch, seconds=seconds, exposed=min(1.0, self._waited / seconds))
+        else:
+            batch = replace(batch, rollouts=rollouts)
+        self._waited = 0.0
+        return batch, {engine: window.steps for engine, window in seen.items()}
+
+    def state(self) -> int:
+        """Rollouts whose hidden states are lost to a run that is resumed from here."""
+        return self.lost_features + sum(int(batch.feature_stats.get("num_rollouts", 0)) for _, batch in self._batches)
+
+    def _brought(self, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+        """Bring all hidden states to the trainer's node, all at once."""
+        drafter, nodes = self._roles.drafter, self._roles.nodes
+        if drafter is None:
+            return batches
+        coming = [[nodes.begin_bring(path, drafter.node, move=True) for path in batch.features] for batch in batches]
+        return [self._arrived(batch, of_batch) for batch, of_batch in zip(batches, coming, strict=True)]
+
+    def _arrived(self, batch: RolloutBatch, coming: list[Coming]) -> RolloutBatch:
+        try:
+            return replace(batch, features=[self._roles.nodes.arrived(one) for one in coming])
+        except RunFailure:
+            self.lost_features += int(batch.feature_stats["num_rollouts"])
+            return replace(batch, features=[], feature_stats={})
+
+
+def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Merge batches that engines generated at the same time; `seconds` is that of the slowest."""
+    stats: Counter[str] = Counter()
+    for batch in batches:
+        stats.update(batch.feature_stats)
+    return RolloutBatch(
+        rollouts=[rollout for batch in batches for rollout in batch.rollouts],
+        features=[shard for batch in batches for shard in batch.features],
+        speculation=total_counts(batch.speculation for batch in batches),
+        seconds=max(batch.seconds for batch in batches),
+        num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
+        feature_stats=dict(stats),
+    )
+
+
 @dataclass(frozen=True)
 class StepResult:
     """A step that has ended."""
@@ -44,41 +128,30 @@ class StepResult:
     served: Versions  # the versions in force when the step began
     scored: list[ScoredRollout]  # what the policy was trained on
     prompts: dict[str, Prompt]  # the prompts of these rollouts by id
-    window: StepWindow
-    stream: dict[str, float]  # metrics of the groups in flight when the step began
-    history: dict[str, float]  # metrics of the index, where engines draft from history
-    lossless: dict[str, float]  # metrics of a check of the distribution
+    batch: RolloutBatch  # what the engines have generated and measured since the last window
+    engine_steps: dict[int, list[StepTotal]]  # by engine
     outcomes: list[Outcome]  # what was decided about the drafter, in order
-    learned: dict[str, float]  # metrics of the policy's update and of the drafter's training
-    swaps: dict[str, SwapReport]  # weight updates by role
+    metrics: dict[str, float]
+    """Those of the groups in flight, a check of the distribution, the history, all learning, weight updates and checkpoints."""
     seconds: dict[str, float]  # duration of each phase; "step" is the whole step
-
-    @property
-    def events(self) -> list[DrafterEvent]:
-        """What happened to the drafter."""
-        return [event for outcome in self.outcomes for event in outcome.events]
-
-    @property
-    def advice(self) -> str:
-        """A note for the step line; empty unless busy scorers held the step up."""
-        queue = self.seconds["reward_queue"]
-        held_up = queue > LONG_QUEUE * self.seconds["step"]
-        return f"{queue:.1f}s for busy scorers: raise task.num_scorers" if held_up else ""
 
     def row(self, config: RunConfig) -> dict[str, float]:
         """Return the metrics of the step."""
-        lags, num_engines = config.stream.max_policy_lag > 0, config.rollout.num_engines
-        batch = self.window.batch
+        lags, num_engines, batch = config.stream.max_policy_lag > 0, config.rollout.num_engines, self.batch
         rollouts = [one.rollout for one in self.scored]
-        row = self.stream | lag_metrics(rollouts, self.served.policy)
-        row |= reward_metrics(self.scored) | rollout_metrics(rollouts, batch, num_engines)
-        row |= self.lossless | self.history
+        row = lag_metrics(rollouts, self.served.policy) | rollout_metrics(rollouts, batch, num_engines)
+        row["policy/reward"] = sum(one.reward for one in self.scored) / len(self.scored)
+        row["policy/groups_with_signal"] = len({one.rollout.prompt_id for one in self.scored if one.advantage}) * 1.0
         for outcome in self.outcomes:
             row |= outcome.metrics
-        row |= self.learned
-        for role, swap in self.swaps.items():
-            row |= {f"{role}/swap_s": swap.seconds, f"{role}/swap_bytes": swap.num_bytes}
+        row |= self.metrics
         row |= {"versions/policy": self.served.policy, "versions/drafter": self.served.drafter}
         row |= {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
-        span = batch.seconds if lags else self.seconds["step"]
-        return row | idle_metrics(row, self.window.busy_seconds(num_engines), span, config.drafter is not None)
+        span, step_s = batch.seconds if lags else self.seconds["step"], self.seconds["step"]
+        busy = {"policy": self.seconds.get("update", 0.0) / step_s}
+        for engine in range(num_engines if batch.seconds else 0):  # unknown in an empty window
+            totals = self.engine_steps.get(engine, ())
+            busy[f"rollout_{engine}"] = sum(total.seconds for total in totals) / span
+        if config.drafter is not None:
+            busy["drafter"] = (row.get("drafter/train_s", 0.0) + row.get("drafter/score_s", 0.0)) / step_s
+        return row | {f"idle/{role}": max(0.0, 1 - share) for role, share in busy.items()}

@@ -35,7 +35,7 @@ RAY_ENVIRONMENT = {
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Room for rollouts and metrics in a private Ray; weights and features travel as files in shared memory. Ray writes to disk what
-has no room."""
+has no room, at a tenth of the speed or less."""
 
 CONNECT_SECONDS = 10.0  # how long to try cluster.address before reporting that no cluster answers
 
@@ -107,8 +107,7 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> dict[str, float]:
 
 def free_port() -> int:
     """Return a TCP port on loopback that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
 
@@ -199,10 +198,7 @@ class Cluster:
             log.write("\n".join([*data["lines"], ""]))
 
     def put(self, argument: Any) -> Any:
-        """Put an argument into the object store and return its reference, which a call to an actor takes in its place.
-
-        Ray writes to disk what has no room there, at a tenth of the speed or less.
-        """
+        """Put an argument into the object store and return its reference, which a call to an actor takes in its place."""
         return self._ray.put(argument)
 
     def get(self, references: list[Any], seconds: float | None = None) -> list[Any]:

@@ -13,13 +13,15 @@ PLACEMENT_SECONDS = 60.0
 
 def roles_of(config: RunConfig) -> list[str]:
     """Return the names of the processes of a run."""
-    drafter = ["drafter"] if config.drafter is not None else []
-    policy, rewards = _numbered("policy", config.policy.num_processes), _numbered("rewards", config.task.num_scorers)
-    return [*(f"rollout_{i}" for i in range(config.rollout.num_engines)), *policy, *drafter, *rewards]
-
-
-def _numbered(role: str, number: int) -> list[str]:
-    return [role] if number == 1 else [f"{role}_{i}" for i in range(number)]
+    roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
+    numbers = {
+        "policy": config.policy.num_processes,
+        "drafter": config.drafter is not None,
+        "rewards": config.task.num_scorers,
+    }
+    for role, number in numbers.items():
+        roles += [role] if number == 1 else [f"{role}_{i}" for i in range(number)]
+    return roles
 
 
 def bundles_of(config: RunConfig, gpus: Mapping[str, float]) -> list[dict[str, float]]:

@@ -32,18 +32,17 @@ def openmp_environment(num_threads: int | None = None) -> dict[str, str]:
 def engine_environment(num_threads: int | None = None, num_ranks: int = 1) -> dict[str, str]:
     """Environment of a vLLM engine and all the processes it starts; its tensor-parallel ranks share the threads."""
     num_threads = num_threads or num_cores()
-    return (
-        openmp_environment(max(1, num_threads // num_ranks))
-        | {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
-            # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # a policy update on a CPU spends a fifth of its time on single pages
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-    )
+    environment = openmp_environment(max(1, num_threads // num_ranks))
+    environment |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the engine to one core of two
+        # GiB. Unset, vLLM takes 92 % of the machine's memory. The engine argument kv_cache_memory_bytes wins over it.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # a policy update on a CPU spends a fifth of its time on single pages
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return environment
 
 
 def num_cores() -> int:

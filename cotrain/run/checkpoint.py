@@ -21,9 +21,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cotrain.config.load import write_config
 from cotrain.records import Versions
-from cotrain.run.provenance import FREE_FIELDS, flatten, write_provenance
+from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
 from cotrain.weights.digests import SUFFIX, file_digest, take_digest
 from drafters.config import Section
@@ -147,15 +146,6 @@ def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str])
     check_resume(config, fingerprints, state)
     discard_newer(run_dir, state.step, state.versions.drafter)
     return state
-
-
-def start_attempt(run_dir: RunDir, config: Section, state: RunState) -> Path:
-    """Write config.json of a run that begins, and the provenance of this attempt. Returns the new folder of logs."""
-    if state.step == 0:
-        write_config(config, run_dir.config)
-    logs = run_dir.start_attempt()
-    write_provenance(run_dir)
-    return logs
 
 
 def discard_newer(run_dir: RunDir, step: int, drafter_version: int) -> None:

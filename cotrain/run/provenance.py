@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cotrain.config.load import write_config
 from cotrain.run.run_dir import RunDir
 from drafters.config import Section
 from drafters.files import write_json
@@ -27,8 +28,12 @@ FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster",
 """Fields and sections that do not decide what a step computes; a resumed run may change them."""
 
 
-def write_provenance(run_dir: RunDir) -> None:
-    """Add this attempt to provenance.json and put uncommitted changes into its logs as code.diff."""
+def begin_attempt(run_dir: RunDir, config: Section, step: int) -> None:
+    """Begin an attempt, which goes on after `step`: write config.json of a new run, make a folder for the logs, with uncommitted
+    changes as code.diff, and add the attempt to provenance.json."""
+    if step == 0:
+        write_config(config, run_dir.config)
+    run_dir.start_attempt()
     attempts = json.loads(run_dir.provenance.read_text())["attempts"] if run_dir.provenance.exists() else []
     git, diff = git_state(Path(__file__).parent)
     argv = [Path(sys.argv[0]).name, *(argument.replace(str(Path.home()), "~") for argument in sys.argv[1:])]

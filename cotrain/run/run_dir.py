@@ -22,10 +22,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.metrics, self.decisions = self.path / "metrics.jsonl", self.path / "decisions.jsonl"
         self.stream, self.steps = self.path / "stream.jsonl", self.path / "steps.jsonl"
         self.logs = self.path / "logs" / "latest"
-        self.checkpoints, self.samples = self.path / "checkpoints", self.path / "samples"
-        self.drafters = self.path / "drafters"
+        self.checkpoints = self.path / "checkpoints"
         self.resume = resume_arguments(root, name)
         """The arguments of `cotrain train` and `cotrain init` that continue this run."""
+        self.stopped = f"stopped at once; what was saved is whole: go on with {self.resume}"  # for a stop by signal
         self._lock = FileLock(self.path / "run.lock")
         try:
             self._lock.acquire(timeout=0)
@@ -42,11 +42,6 @@ class RunDir(AbstractContextManager["RunDir"]):
         except OSError as error:
             raise ValueError(f"run_root: cannot make {root / name} ({error.strerror}); set run_root or name") from None
         return cls(root, name, resumed=False)
-
-    @property
-    def stopped(self) -> str:
-        """What a user is told when a signal has ended the run."""
-        return f"stopped at once; what was saved is whole: go on with {self.resume}"
 
     def close(self) -> None:
         self._lock.release()
@@ -65,20 +60,19 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def samples_file(self, step: int) -> Path:
         """Rollouts of `step` as text, for reading."""
-        return self.samples / f"step_{step:06d}.jsonl"
+        return self.path / "samples" / f"step_{step:06d}.jsonl"
 
     def drafter(self, version: int) -> Path:
         """Published drafter, as stock vLLM serves it."""
-        return self.drafters / f"v{version:04d}"
+        return self.path / "drafters" / f"v{version:04d}"
 
-    def start_attempt(self) -> Path:
-        """Make the next logs/attempt_N and point logs/latest at it. Returns the new folder."""
+    def start_attempt(self) -> None:
+        """Make the next logs/attempt_N and point logs/latest at it."""
         logs = self.path / "logs"
         attempt = logs / f"attempt_{len(list(logs.glob('attempt_*'))) + 1}"
         attempt.mkdir(parents=True)
         self.logs.unlink(missing_ok=True)
         self.logs.symlink_to(attempt.name)
-        return attempt
 
 
 def resume_arguments(root: Path, name: str) -> str:

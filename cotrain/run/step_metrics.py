@@ -1,4 +1,4 @@
-"""Metrics of one step: its rollouts, the policy lag of their tokens, the idle time of each role. Pure."""
+"""Metrics of the rollouts of one step, and of the policy lag of their tokens. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,15 +6,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.acceptance_stats import total_counts
-from cotrain.records import Rollout, RolloutBatch, ScoredRollout, SpeculationCounts
-
-
-def reward_metrics(scored: list[ScoredRollout]) -> dict[str, float]:
-    """Return the mean reward, and the number of prompts whose samples differ in reward."""
-    return {
-        "policy/reward": sum(r.reward for r in scored) / len(scored),
-        "policy/groups_with_signal": len({r.rollout.prompt_id for r in scored if r.advantage}) * 1.0,
-    }
+from cotrain.records import Rollout, RolloutBatch, SpeculationCounts
 
 
 def rollout_metrics(rollouts: list[Rollout], window: RolloutBatch, num_engines: int = 1) -> dict[str, float]:
@@ -72,15 +64,3 @@ def lag_metrics(rollouts: Sequence[Rollout], policy_version: int) -> dict[str, f
         "segments_per_rollout": len(segments) / len(rollouts),
     } | {f"lag_tokens_{lag}": number for lag, number in enumerate(np.bincount(lags, sizes))}
     return {f"stream/{name}": float(value) for name, value in metrics.items()}
-
-
-def idle_metrics(
-    row: dict[str, float], engines_busy: Sequence[float], engines_span: float, has_drafter: bool
-) -> dict[str, float]:
-    """Share of the step in which each role was idle. engines_busy: seconds that each engine computed, of `engines_span`; none
-    where that is not known."""
-    busy = {f"rollout_{i}": seconds / engines_span for i, seconds in enumerate(engines_busy)}
-    busy["policy"] = row.get("time/update_s", 0.0) / row["time/step_s"]
-    if has_drafter:
-        busy["drafter"] = (row.get("drafter/train_s", 0.0) + row.get("drafter/score_s", 0.0)) / row["time/step_s"]
-    return {f"idle/{role}": max(0.0, 1 - share) for role, share in busy.items()}

@@ -30,6 +30,9 @@ MARKER = "step"
 """A metric that is sent with every row. MLflow stores rows whole, so its history tells which steps MLflow has."""
 MOST_WAITING = 1000  # most entries that wait for a store that is down; the oldest are dropped
 
+Rows = Sequence[Mapping[str, Any]]
+Say = Callable[[str], None]
+
 
 class Entry(NamedTuple):
     what: str
@@ -45,7 +48,7 @@ class Outbox:
     refuses this entry alone, and the entries after it are sent.
     """
 
-    def __init__(self, write_tag: Callable[[str], Any], say: Callable[[str], None]):
+    def __init__(self, write_tag: Callable[[str], Any], say: Say):
         """write_tag: writes a tag of the MLflow run with this text. say: prints the few lines that a user must read."""
         self.say, self.is_down = say, False
         self._write_tag, self._failures = write_tag, 0
@@ -112,12 +115,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     """The MLflow run of a training run, or of a sidecar."""
 
     def __init__(
-        self,
-        config: RunConfig | SidecarConfig,
-        *,
-        policy: str = "",
-        history: Sequence[Mapping[str, Any]] | None = None,
-        say: Callable[[str], None] = print,
+        self, config: RunConfig | SidecarConfig, *, policy: str = "", history: Rows | None = None, say: Say = print
     ) -> None:
         """Start an MLflow run or, with a `history`, continue the newest one of this run folder.
 
@@ -162,8 +160,8 @@ class Tracker(AbstractContextManager["Tracker"]):
     ) -> Future[int | None]:
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, aliases `serving` and `best`.
 
-        `tags` must hold data_fingerprint. The folder must stay until the future is done; its result is the registered
-        version, or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
+        `tags` must hold data_fingerprint. The folder must stay until the future is done; its result is the registered version,
+        or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
         """
         what, config = f"drafter {versions.drafter}", self._config
         if not config.tracking.log_drafters:
@@ -194,7 +192,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _missing(self) -> list[int]:
         return [step for step, has in self._has.items() if not has]
 
-    def _start_run(self, history: Sequence[Mapping[str, Any]] | None) -> str:
+    def _start_run(self, history: Rows | None) -> str:
         """Continue the newest run of this folder or create one, with its parameters. Returns the run's id."""
         config, client, experiment = self._config, self._client, experiment_id(self._client, self.uri)
         # The caller holds the run folder's lock, so whatever still says RUNNING for this folder has died.

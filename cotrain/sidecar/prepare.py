@@ -10,9 +10,9 @@ from cotrain.config.sidecar import SidecarConfig
 from cotrain.config.surroundings import cache_problems
 from cotrain.models.capability import drafter_problems
 from cotrain.models.loading import resolve_model
-from cotrain.run.checkpoint import RunState, model_fingerprints, newest_state, start_attempt
+from cotrain.run.checkpoint import RunState, model_fingerprints, newest_state
 from cotrain.run.mlflow_store import check_uri, tracking_uri
-from cotrain.run.provenance import machine
+from cotrain.run.provenance import begin_attempt, machine
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.spec import TrainerSpec
@@ -48,7 +48,7 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     opens = RunDir if resume else RunDir.create
     run_dir = stack.enter_context(opens(config.run_root, config.name))
     state = newest_state(run_dir, config, model_fingerprints(model))
-    start_attempt(run_dir, config, state)
+    begin_attempt(run_dir, config, state.step)
     init = first_drafter(tracking_uri(config), config.drafter.init, model, run_dir.path / "drafter_init")
     trainer = DrafterTrainer(_trainer_spec(config, model), model, init, config.device)
     if state.step:

@@ -23,9 +23,10 @@ from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import engine_device
 from cotrain.process.stopping import stop_at_once
 from cotrain.records import RolloutRequest, Versions, derived_seed
-from cotrain.run.checkpoint import RunState, model_fingerprints, new_checkpoint, newest_state, start_attempt
+from cotrain.run.checkpoint import RunState, model_fingerprints, new_checkpoint, newest_state
 from cotrain.run.console import Console, aligned, duration
 from cotrain.run.mlflow_store import tracking_uri
+from cotrain.run.provenance import begin_attempt
 from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
@@ -55,8 +56,8 @@ def initialise(config: RunConfig, resume: bool) -> int:
         if state.step == config.steps and (run_dir.path / "init.json").exists():
             print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
             return 0
-        log = start_attempt(run_dir, config, state) / "engine.log"
-        console = Console(stack.enter_context(engine_output_to(log)))
+        begin_attempt(run_dir, config, state.step)
+        console = Console(stack.enter_context(engine_output_to(run_dir.logs / "engine.log")))
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
         run = Initialisation(config, run_dir, model, task, load_tokenizer(model), console, stop)

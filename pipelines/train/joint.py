@@ -14,9 +14,10 @@ from cotrain.process.children import two_stage_stop
 from cotrain.process.cluster import Cluster
 from cotrain.process.stopping import stop_at_once
 from cotrain.process.threads import num_cores
-from cotrain.run.checkpoint import model_fingerprints, newest_state, start_attempt
+from cotrain.run.checkpoint import model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned
 from cotrain.run.mlflow_store import tracking_uri, uri_argument
+from cotrain.run.provenance import begin_attempt
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import Task, build_task, fingerprint
@@ -36,7 +37,7 @@ def train(config: RunConfig, resume: bool) -> int:
         run_dir = stack.enter_context(RunDir(root, config.name) if resume else RunDir.create(root, config.name))
         last_lines.append(run_dir.stopped)
         state = newest_state(run_dir, config, fingerprints)
-        start_attempt(run_dir, config, state)
+        begin_attempt(run_dir, config, state.step)
         files = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         metrics, decisions, events, steps = (RowFile(file, resumed_step=state.step) for file in files)
         with console.phase("start of all roles"):

@@ -86,10 +86,11 @@ class Reactor:
     def add(self, reference: Any, handler: Any, failed: Any = None) -> None:
         self.pending.append((reference, handler))
 
-    def until(self, done: Any) -> None:
-        while not done():
+    def until(self, done: Any) -> Any:
+        while not (returned := done()):
             result, handler = self.pending.popleft()
             handler(result)
+        return returned
 
     def wait(self, references: Any) -> None: ...
 

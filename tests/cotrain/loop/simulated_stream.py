@@ -10,6 +10,7 @@ from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
 from cotrain.process.failures import RunFailure
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Versions, Window
+from cotrain.run.checkpoint import RunState
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.loop.simulated_ray import Cluster, Reference
@@ -83,7 +84,8 @@ class Stream:
         self.engines = Engines(self.reactor)
         self.events = RowFile(folder / "stream.jsonl")
         self.roles: Any = Roles(self.engines, scorers, None, None, None, self.reactor, None, None)  # type: ignore[arg-type]
-        self.producer = Producer(self.config, self.roles, prompts, self.events, served, saved)
+        start = RunState(served, Versions(served, 0), {}, {}, stream=saved)
+        self.producer = Producer(self.config, self.roles, prompts, self.events, start)
         self.prompts = prompts
         self.engines.in_dispatch = list(range(self.config.rollout.num_engines))
         self.cluster.happens = self._answer_all
@@ -106,9 +108,7 @@ class Stream:
 
     def step(self) -> list[Any]:
         self.producer.admit(False)
-        taken: list[Any] = []
-        self.reactor.until(lambda: bool(taken.extend(self.producer.take() or ()) or taken))
-        return taken
+        return self.reactor.until(self.producer.take)
 
     def kinds(self, group: int) -> list[str]:
         return [row["event"] for row in read_rows(self.events.path) if row.get("group") == group]

@@ -6,7 +6,7 @@ import pytest
 
 from cotrain.acceptance_stats import counts_of_steps, last_segment
 from cotrain.loop.ledger import check_lag
-from cotrain.loop.windows import StepWindow, merge
+from cotrain.loop.step import merge
 from cotrain.process.failures import RunFailure
 from cotrain.records import Rollout, RolloutBatch, Segment, Versions
 from cotrain.run.step_metrics import lag_metrics, rollout_metrics
@@ -80,7 +80,7 @@ def test_a_step_outside_every_window_has_no_speed() -> None:
         rollout(11, Versions(2, 1), (Versions(1, 0), 4), steps=[(3, 2), (3, 1)]),
         rollout(3, Versions(1, 0), steps=[(3, 1)]),
     ]
-    row = rollout_metrics(rollouts, StepWindow().batch)
+    row = rollout_metrics(rollouts, RolloutBatch([], [], None, 0.0, 0))
     assert not {"rollout/tokens_per_s", "rollout/tap_overhead"} & row.keys()
     assert row["rollout/num_drafts"] == 3
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from cotrain.loop.lengths import LengthHistory
+from cotrain.loop.ledger import LengthHistory
 
 
 def observe(lengths: LengthHistory, prompt_id: str, found: list[int], cap: int = 10**9) -> None:

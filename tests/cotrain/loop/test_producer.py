@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.loop.lengths import LengthHistory
-from cotrain.loop.windows import StepWindow
+from cotrain.loop.ledger import LengthHistory
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import Segment, SpeculationCounts, Versions
+from cotrain.records import RolloutBatch, Segment, SpeculationCounts, Versions
 from cotrain.run.rows import read_rows
 from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.loop.simulated_ray import Reference
@@ -28,9 +27,9 @@ def test_without_lag_the_groups_of_a_step_enter_each_engine_together_in_the_orde
         assert stream.engines.calls[-2:] == [(0, names[::2]), (1, names[1::2])]
         assert [group.rewards for group in taken] == [[1.0, 2.0]] * P
         rollouts = [rollout for group in taken for rollout in group.rollouts]
-        window = stream.producer.windows.take(rollouts).batch
+        window = stream.producer.windows.take(rollouts)[0]
         assert window.rollouts == rollouts and window.num_generated_tokens == 3 * len(rollouts)
-        assert stream.producer.windows.take(rollouts) == StepWindow()
+        assert stream.producer.windows.take(rollouts) == (RolloutBatch([], [], None, 0.0, 0), {})
         stream.producer.release()
     # what one engine wrote, the other drafts from
     assert sorted(stream.engines.shared) == [(0, SAMPLES)] * P + [(1, SAMPLES)] * P
@@ -51,7 +50,7 @@ def test_a_group_is_scored_while_others_of_its_step_are_generated_and_the_window
     stream.step()
     events = [row["event"] for row in read_rows(stream.events.path) if row["event"] in ("finished", "scored")]
     assert events == ["finished", "scored"] * P
-    features = stream.producer.windows.take([]).batch.features
+    features = stream.producer.windows.take([])[0].features
     assert features == [name for _, names in sorted(stream.engines.calls) for name in names]
 
 
@@ -68,7 +67,7 @@ def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
 
     stream.roles.drafter = SimpleNamespace(node="here")
     stream.roles.nodes = SimpleNamespace(begin_bring=lambda path, node, move: (path, node, move), arrived=arrived)
-    window = stream.producer.windows.take([]).batch
+    window = stream.producer.windows.take([])[0]
     assert (window.features, window.feature_stats) == (["brought 1 to here"], tapped)
     assert stream.producer.metrics()["drafter/lost_features"] == 4
 

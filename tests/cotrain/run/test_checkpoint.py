@@ -230,7 +230,7 @@ def test_a_resume_that_finds_no_checkpoint_says_that_it_begins_again(run_config,
 def test_a_resume_deletes_what_it_will_write_again(run):
     for step in (2, 4):
         save(run, step)
-    for folder in (run.samples, run.drafters):
+    for folder in (run.path / "samples", run.path / "drafters"):
         folder.mkdir()
     for step in (1, 2, 3):
         run.samples_file(step).write_text("")
@@ -238,8 +238,8 @@ def test_a_resume_deletes_what_it_will_write_again(run):
     (run.checkpoints / ".tmp_step_000005").mkdir()
     discard_newer(run, step=2, drafter_version=1)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000002"]
-    assert sorted(path.name for path in run.samples.iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
-    assert [path.name for path in run.drafters.iterdir()] == ["v0001"]
+    assert sorted(path.name for path in (run.path / "samples").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert [path.name for path in (run.path / "drafters").iterdir()] == ["v0001"]
 
 
 def saved_by(config, fingerprints=None):
