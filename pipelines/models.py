@@ -1,6 +1,5 @@
 """`cotrain models`: what a policy can do, in plain sentences, from its config.json. No weights are read."""
 
-import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from cotrain.process.cluster import engine_device
 from drafters.config import DFlashConfig, DraftModelConfig, Eagle3Config, MtpConfig
 from drafters.files import read_config, text_fields
 from drafters.mtp.formats import without_head
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 
 KINDS = (
     Eagle3Config(type="eagle3"),
@@ -32,14 +31,8 @@ KINDS = (
 
 def main(arguments: Sequence[str]) -> int:
     """Print what the policy can do. Returns 1 if it cannot be trained. Raises ValueError if there is no such model here."""
-    parser = argparse.ArgumentParser(
-        prog="cotrain models",
-        description=help_of("models"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "name", metavar="NAME|FOLDER", help="bundled:..., tiny:..., a hub id, or a folder with a config.json"
-    )
+    parser, text = CommandParser("models"), "bundled:..., tiny:..., a hub id, or a folder with a config.json"
+    parser.add_argument("name", metavar="NAME|FOLDER", help=text)
     name = parser.parse_args(arguments).name
     folder = built(name) if name in BUILT else config_folder(name)
     print("\n".join(facts(name, folder)))

@@ -25,8 +25,8 @@ from pipelines import engines
 from pipelines.bench.report import METHODS, NO_SPECULATION, Arm, Turn, roofline, simulated_ms, write_results
 from pipelines.bench.synthetic import beside, check_synthetic, synthetic_setup
 from pipelines.engines import at_least
+from pipelines.help import CommandParser
 
-DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 LEARNING_BATCHES = 4
 """Batches of each size in which an adaptive arm learns what its draft lengths cost, before any counts."""
 
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises ValueError for errors that the user can fix, before an engine starts."""
-    parser = argparse.ArgumentParser(prog="cotrain bench", description=DESCRIPTION)
+    parser = CommandParser("bench")
     add_arguments(parser)
     options = parser.parse_args(argv)
     load = round(os.getloadavg()[0], 2)

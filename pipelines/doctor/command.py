@@ -3,7 +3,6 @@
 Exit status: 0 when nothing has failed, 1 otherwise.
 """
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -21,7 +20,7 @@ from cotrain.run.provenance import here_and_now
 from drafters.files import write_json
 from pipelines.doctor import engine
 from pipelines.doctor.machine import MACHINE, NotApplicable
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Check:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command, which prints each result as it comes. Raises OSError when the JSON file cannot be written."""
-    parser = argparse.ArgumentParser(prog="cotrain doctor", description=help_of("doctor"))
+    parser = CommandParser("doctor")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result there too")
     parser.add_argument("--address", help="Ray cluster of the short run, or auto (default: a private Ray here)")
     names = [*MACHINE, *engine.REMEDIES]

@@ -1,25 +1,19 @@
 """`cotrain simulate`: what speculation would gain in a step, on a system that is described by hand or was measured by a run."""
 
-import argparse
 from collections.abc import Sequence
 
-from cotrain.config.errors import ConfigError, help_text
+from cotrain.config.errors import ConfigError
 from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.system import System, load_system
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 from pipelines.page.record import find
 from pipelines.simulate.report import report
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status, 1 if --check finds the run off. Raises ValueError for a mistake of the user."""
-    parser = argparse.ArgumentParser(
-        prog="cotrain simulate",
-        usage="cotrain simulate SYSTEM.toml...|--run RUN [key=value...] [--check]",
-        description="Simulate a step with and without speculation: is it worth it, with which k, and how sure is that?",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=help_of("simulate") + help_text(root=System) if {"-h", "--help"} & set(arguments) else None,
-    )
+    usage = "cotrain simulate SYSTEM.toml...|--run RUN [key=value...] [--check]"
+    parser = CommandParser("simulate", System, usage=usage)
     parser.add_argument("given", nargs="*", metavar="SYSTEM.toml|key=value", help="a system; later ones win")
     parser.add_argument("--run", metavar="RUN", help="take the system from a finished run: a folder or a name")
     parser.add_argument("--check", action="store_true", help="with --run: predict the run itself from what it measured")

@@ -18,17 +18,16 @@ from drafters.base import SamplingParams
 from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
+from pipelines.help import CommandParser
 from pipelines.page.page import Section, write_page
 from pipelines.verify.checks import Plan, Verifier, perturbed, target_distributions
-
-DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
 
 NUM_PROMPTS = 64
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options of `cotrain verify`."""
-    parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
+    parser = CommandParser("verify")
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
     engines.add_engine_options(parser, "verify", tokens=48)
     text = "draft from what was generated before, in place of a drafter (default with [rollout.history] in --config)"
