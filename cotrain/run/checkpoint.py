@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cotrain.config.load import write_config
 from cotrain.records import Versions
 from cotrain.run.provenance import FREE_FIELDS, flatten
 from cotrain.run.run_dir import RunDir
@@ -138,7 +139,10 @@ def load_state(folder: Path) -> RunState:
 
 
 def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str]) -> RunState:
-    """Return where a run continues, and delete what it will write again. Raises ValueError as `check_resume` does."""
+    """Return where a run continues, and delete what it will write again; a run that begins has its configuration written.
+
+    Raises ValueError as `check_resume` does.
+    """
     folder = latest_checkpoint(run_dir)
     if folder is None and run_dir.resumed:
         log.warning("%s has no checkpoint that can be used: it begins again with its first step", run_dir.path)
@@ -146,6 +150,8 @@ def newest_state(run_dir: RunDir, config: Section, fingerprints: dict[str, str])
     state = load_state(folder) if folder else first
     check_resume(config, fingerprints, state)
     discard_newer(run_dir, state.step, state.versions.drafter)
+    if folder is None:
+        write_config(config, run_dir.config)
     return state
 
 

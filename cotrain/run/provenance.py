@@ -27,8 +27,9 @@ FREE_FIELDS = ("name", "run_root", "steps", "checkpoint", "tracking", "cluster",
 """Fields and sections that do not decide what a step computes; a resumed run may change them."""
 
 
-def write_provenance(run_dir: RunDir) -> None:
-    """Add this attempt to provenance.json and put uncommitted changes into its logs as code.diff."""
+def begin_attempt(run_dir: RunDir) -> None:
+    """Make the logs of another attempt, add it to provenance.json, and put uncommitted changes into its logs as code.diff."""
+    run_dir.start_attempt()
     attempts = json.loads(run_dir.provenance.read_text())["attempts"] if run_dir.provenance.exists() else []
     git, diff = git_state(Path(__file__).parent)
     argv = [Path(sys.argv[0]).name, *(argument.replace(str(Path.home()), "~") for argument in sys.argv[1:])]

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cotrain.config.errors import ConfigError
-from cotrain.config.load import write_config
 from cotrain.config.sidecar import SidecarConfig
 from cotrain.config.surroundings import cache_problems
 from cotrain.models.capability import drafter_problems
 from cotrain.models.loading import resolve_model
 from cotrain.run.checkpoint import RunState, model_fingerprints, newest_state
 from cotrain.run.mlflow_store import check_uri, tracking_uri
-from cotrain.run.provenance import machine, write_provenance
+from cotrain.run.provenance import begin_attempt, machine
 from cotrain.run.registry import first_drafter
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.spec import TrainerSpec
@@ -53,10 +52,7 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     opens = RunDir if resume else RunDir.create
     run_dir = stack.enter_context(opens(config.run_root, config.name))
     state = newest_state(run_dir, config, model_fingerprints(model))
-    if state.step == 0:
-        write_config(config, run_dir.config)
-    run_dir.start_attempt()
-    write_provenance(run_dir)
+    begin_attempt(run_dir)
     init = first_drafter(tracking_uri(config), config.drafter.init, model, run_dir.path / "drafter_init")
     trainer = DrafterTrainer(_trainer_spec(config, model), model, init, config.device)
     if state.step:

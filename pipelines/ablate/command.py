@@ -37,8 +37,6 @@ POLL_S = 0.05
 ERROR = re.compile(r"^(?:cotrain: |[\w.]*(?:Error|Exception|Interrupt)\b|.*DIFFERS).*(?:\n[ \t]+\S.*)*", re.MULTILINE)
 """A line of a log that says why a run failed, with the indented lines that belong to it."""
 
-Action = Literal["finished", "resume", "start"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Raises ValueError for errors that the user can fix, before anything runs.
@@ -151,7 +149,7 @@ def restore_state(study: Study) -> None:
                 run.status, run.error = ended["status"], ended["error"]
 
 
-def next_action(run: Run) -> Action:
+def next_action(run: Run) -> Literal["finished", "resume", "start"]:
     """What has to be done with a run to finish the study. Raises ValueError while another process runs it."""
     complete = is_complete(run)
     if complete and (run.command == "init" or run.status == "finished"):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from cotrain.config.load import write_config
 from cotrain.config.schema import DrafterConfig, RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.process import threads
@@ -27,7 +26,7 @@ from cotrain.records import RolloutRequest, Versions, derived_seed
 from cotrain.run.checkpoint import RunState, model_fingerprints, new_checkpoint, newest_state
 from cotrain.run.console import Console, aligned, duration
 from cotrain.run.mlflow_store import tracking_uri
-from cotrain.run.provenance import write_provenance
+from cotrain.run.provenance import begin_attempt
 from cotrain.run.registry import first_drafter
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.run.run_dir import RunDir
@@ -57,11 +56,8 @@ def initialise(config: RunConfig, resume: bool) -> int:
         if state.step == config.steps and (run_dir.path / "init.json").exists():
             print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")
             return 0
-        if state.step == 0:
-            write_config(config, run_dir.config)
-        log = run_dir.start_attempt() / "engine.log"
-        write_provenance(run_dir)
-        console = Console(stack.enter_context(engine_output_to(log)))
+        begin_attempt(run_dir)
+        console = Console(stack.enter_context(engine_output_to(run_dir.logs / "engine.log")))
         stop = stack.enter_context(two_stage_stop(console.say, "step"))
         console.say(f"run {run_dir.path}; the engine's log is {run_dir.logs}/engine.log")
         if task.left_out:

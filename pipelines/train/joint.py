@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
-from cotrain.config.load import write_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import native_head, resolve_model
 from cotrain.process.children import two_stage_stop
@@ -18,7 +17,7 @@ from cotrain.process.threads import num_cores
 from cotrain.run.checkpoint import model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned
 from cotrain.run.mlflow_store import tracking_uri, uri_argument
-from cotrain.run.provenance import write_provenance
+from cotrain.run.provenance import begin_attempt
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import Task, build_task, fingerprint
@@ -38,10 +37,7 @@ def train(config: RunConfig, resume: bool) -> int:
         run_dir = stack.enter_context(RunDir(root, config.name) if resume else RunDir.create(root, config.name))
         last_lines.append(run_dir.stopped)
         state = newest_state(run_dir, config, fingerprints)
-        if state.step == 0:
-            write_config(config, run_dir.config)
-        run_dir.start_attempt()
-        write_provenance(run_dir)
+        begin_attempt(run_dir)
         files = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         metrics, decisions, events, steps = (RowFile(file, resumed_step=state.step) for file in files)
         if task.left_out:

@@ -83,7 +83,7 @@ def test_a_user_without_a_name_records_and_lists_drafters(nobodys: Path, empty_m
 from pathlib import Path
 from cotrain.config.load import load_config
 from cotrain.records import Versions
-from cotrain.run.provenance import write_provenance
+from cotrain.run.provenance import begin_attempt
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
 from pipelines.preflight import find_problems
@@ -91,8 +91,7 @@ config = load_config([SMOKE], ["name=mine"])
 problems = find_problems(config, quick=True)
 assert problems == [], problems
 with RunDir.create(config.run_root, config.name) as run_dir, Tracker(config) as tracker:
-    run_dir.start_attempt()
-    write_provenance(run_dir)
+    begin_attempt(run_dir)
     folder = Path("drafter")
     folder.mkdir()
     (folder / "config.json").write_text("{}")

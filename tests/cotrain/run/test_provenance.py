@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.run.provenance import config_hash, differing_versions, flatten, git_state, write_provenance
+from cotrain.run.provenance import begin_attempt, config_hash, differing_versions, flatten, git_state
 from cotrain.run.run_dir import RunDir
 
 
@@ -15,8 +15,7 @@ def test_every_attempt_is_recorded_without_host_or_home(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(Path.home() / "bin/cotrain"), "train", f"{Path.home()}/a.toml", "steps=3"])
     with RunDir.create(tmp_path, "a") as run:
         for _ in range(2):
-            run.start_attempt()
-            write_provenance(run)
+            begin_attempt(run)
         attempts = json.loads(run.provenance.read_text())["attempts"]
         assert len(attempts) == 2
         assert attempts[0]["argv"] == ["cotrain", "train", "~/a.toml", "steps=3"]

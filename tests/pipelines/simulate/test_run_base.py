@@ -138,7 +138,10 @@ def test_the_file_that_a_run_lacks_is_named(runs: dict[str, Path], tmp_path: Pat
     old = Path(shutil.copytree(runs["spec"], tmp_path / "old"))
     path = old / f"{name}.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    for text, said in (("".join([lines[0], "{]\n", *lines[1:]]), r"it is damaged \("), ("", "it is missing or empty")):
+    for text, said in (
+        ("".join([lines[0], "{]\n", *lines[1:]]), r"a line is not valid JSON \("),
+        ("", "it is missing or empty"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=rf"old/{name}\.jsonl: {said}.*run it again"):
             run_system(old)
