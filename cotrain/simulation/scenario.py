@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.generation import Ints, generate
+from cotrain.simulation.generation import Acceptance, Ints, generate
 from cotrain.simulation.roofline import StepTimes
 from cotrain.simulation.step_time import Array
 from cotrain.simulation.system import RooflineCost, System

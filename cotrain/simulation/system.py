@@ -14,7 +14,7 @@ from pydantic.functional_validators import field_validator, model_validator
 from cotrain.config.errors import ConfigError, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
-from cotrain.simulation.acceptance import Acceptance
+from cotrain.simulation.generation import Acceptance
 from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries, known
 from cotrain.simulation.step_time import MeasuredCells
 from drafters.config import BLOCK_DRAFTERS, Section
