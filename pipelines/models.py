@@ -64,18 +64,14 @@ def _drafting_problem(config: dict[str, Any], folder: Path, kind: Any, on_cpu: b
     return re.sub(r"drafter\.model\.type: |; (use type|`cotrain models).*", "", "; ".join(problems)) or None
 
 
-def _limits(config: dict[str, Any], on_cpu: bool) -> list[str]:
-    fields, limits = text_fields(config), list[str]()
+def _limits(config: dict[str, Any], on_cpu: bool) -> Iterator[str]:
+    fields = text_fields(config)
     if positions := fields.get("max_position_embeddings"):
-        limits.append(f"Prompt, response and draft have at most {positions:,} positions.")
+        yield f"Prompt, response and draft have at most {positions:,} positions."
     if has_gated_delta_net(config):
-        limits.append(
-            "Its linear attention allows one GPU an engine; on a CPU rollout.dtype must be bfloat16, without a prefix cache."
-        )
+        dtype = "on a CPU rollout.dtype must be bfloat16, without a prefix cache"
+        yield f"Its linear attention allows one GPU an engine; {dtype}."
     if "text_config" in config:
-        limits.append(
-            "It is served and trained on text alone; `cotrain export` keeps the rest, such as its image encoder."
-        )
+        yield "It is served and trained on text alone; `cotrain export` keeps the rest, such as its image encoder."
     if on_cpu and (reason := REFUSED_ON_CPU.get(fields["model_type"])):
-        limits.append(f"It needs a GPU: {reason}.")
-    return limits
+        yield f"It needs a GPU: {reason}."

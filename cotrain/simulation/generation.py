@@ -25,9 +25,8 @@ class Acceptance:
             raise ValueError(f"by_depth begins at tokens {self._starts.tolist()}: give them in rising order")
         for curve in (survival, *self._curves):
             if not len(curve) or not (curve[0] <= 1 and curve[-1] >= 0 and (np.diff(curve) <= 0).all()):
-                raise ValueError(
-                    f"accept {[*curve]}: give P(at least 1, 2, ... accepted), from 0 to 1 and never rising"
-                )
+                fix = "give P(at least 1, 2, ... accepted), from 0 to 1 and never rising"
+                raise ValueError(f"accept {[*curve]}: {fix}")
 
     @classmethod
     def from_length(cls, length: float, k: int) -> "Acceptance":

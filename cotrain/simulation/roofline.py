@@ -89,13 +89,11 @@ class Model:
         """Return the drafter, of dense layers. EAGLE-3 fuses three hidden states, and its layer drafts one of 32,000 tokens; MTP's
         fuses the embedding and the hidden state, and drafts any token. Both run once per draft token. DFlash and DSpark have five layers,
         five hidden states and the target's head, as public checkpoints."""
-        layers, width, vocabulary = {"eagle3": (1, 3, 32_000), "mtp": (1, 2, self.vocabulary)}.get(
-            kind, (5, 5, self.vocabulary)
-        )
+        layers, width = {"eagle3": (1, 3), "mtp": (1, 2)}.get(kind, (5, 5))
         wide = self.intermediate if self.experts == 1 else 3 * self.hidden
         shape = replace(self, layers=layers, intermediate=wide, experts=1, experts_per_token=1)
-        shape = replace(shape, weight_bytes=2.0, one_pass=kind in BLOCK_DRAFTERS)
-        return replace(shape, vocabulary=vocabulary, fused=width * self.hidden)
+        shape = replace(shape, weight_bytes=2.0, one_pass=kind in BLOCK_DRAFTERS, fused=width * self.hidden)
+        return replace(shape, vocabulary=32_000) if kind == "eagle3" else shape
 
     def parameters(self, experts: Array | float) -> Array | float:
         """Parameters of all layers and the head, with so many experts a layer."""
@@ -170,9 +168,8 @@ class Roofline:
         """Time of all layers and the head. Of E experts, E (1 - (1 - K/E)^T) are read for T rows that choose K at random each."""
         gpu, gpus = self.hardware, self.tensor_parallel
         read = m.experts * (1 - (1 - m.experts_per_token / m.experts) ** rows)
-        moved = m.weight_bytes * m.parameters(read) / gpus + rows * (
-            LOGIT_BYTES * m.vocabulary + UNIT_BYTES * m.layers * m.hidden
-        )
+        of_row = LOGIT_BYTES * m.vocabulary + UNIT_BYTES * m.layers * m.hidden
+        moved = m.weight_bytes * m.parameters(read) / gpus + rows * of_row
         moving = moved / (gpu.memory_bandwidth * gpu.bandwidth_efficiency)
         computing = 2 * rows * m.parameters(m.experts_per_token) / gpus / (gpu.flops * gpu.flops_efficiency)
         products = (moving**gpu.sharpness + computing**gpu.sharpness) ** (1 / gpu.sharpness)

@@ -88,9 +88,8 @@ def write_study_report(folder: Path) -> Path:
     Raises ValueError when the folder is no study or its study.json is damaged. The page names the runs that failed.
     """
     study = read_study(folder)
-    page = write_page(
-        folder / REPORT / "report.md", f"{study.about['name']}, a cotrain study", [*study_sections(study)]
-    )
+    title = f"{study.about['name']}, a cotrain study"
+    page = write_page(folder / REPORT / "report.md", title, [*study_sections(study)])
     spreads = study.measured.groupby("arm").agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
     study.fields.assign(seeds=study.seeds).join(spreads).rename_axis("name").to_csv(page.with_name("table.csv"))

@@ -211,7 +211,8 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.adapts else arm.num_speculative_tokens)
     if arm.uses_drafter:
-        await engine.set_draft_sample_method(arm.draft_sample_method)
+        # Probabilistic drafts are greedy ones at temperature 0.
+        await engine.set_draft_sample_method("greedy" if arm.method == "greedy" else "probabilistic")
     await engine.reset_prefix_cache()
     await engine.take_window()
     generated = await engine.generate(bench.requests(batch, round_, group), tap=False)

@@ -57,9 +57,8 @@ def run(folder: Path, address: str | None) -> str:
     swaps = sum(row.get("drafter/published") or 0 for row in rows)
     tokens = sum(row.get("lossless/speculated_tokens") or 0 for row in rows)
     if not (swaps and tokens):
-        raise Problem(
-            f"it swapped in {swaps:.0f} drafters and checked {tokens:.0f} speculated tokens; both must be above 0"
-        )
+        counts = f"{swaps:.0f} drafters and checked {tokens:.0f} speculated tokens"
+        raise Problem(f"it swapped in {counts}; both must be above 0")
     return f"{TINY_MODEL} in {_dtype()}, {len(rows)} steps, {swaps:.0f} drafters swapped in"
 
 
