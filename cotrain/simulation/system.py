@@ -23,7 +23,6 @@ HEADS = ("eagle3", "mtp", *BLOCK_DRAFTERS)
 """Drafters whose shape follows from the policy's."""
 
 Cells = tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
-"""[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
 
 
 def seconds_by_cell(cells: Cells) -> dict[tuple[int, int], float]:
@@ -218,10 +217,7 @@ class System(Section):
 
 
 def load_system(base: Sequence[str | Path] | Table, overrides: Sequence[str] = ()) -> System:
-    """Load SYSTEM.toml files, of which later ones win, or take the fields of a system, and apply key=value overrides.
-
-    Raises ConfigError listing all problems.
-    """
+    """Load SYSTEM.toml files, later ones win, or the fields of a system. Raises ConfigError listing all problems."""
     table = base if isinstance(base, dict) else reduce(merge, read_tables(base, []), Table())
     changes: Table = reduce(merge, read_tables([], overrides), {})
     system, changed = validated(System, merge(table, changes)), flatten(changes)

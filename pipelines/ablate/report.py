@@ -83,10 +83,7 @@ def _text(value: Any) -> str:
 
 
 def write_study_report(folder: Path) -> Path:
-    """Write report.html, report.md, PNGs and table.csv into folder/report; returns report.md.
-
-    Raises ValueError when the folder is no study or its study.json is damaged. The page names the runs that failed.
-    """
+    """Write report.html, report.md, PNGs and table.csv into folder/report; returns report.md. Raises as `read_study`."""
     study = read_study(folder)
     title = f"{study.about['name']}, a cotrain study"
     page = write_page(folder / REPORT / "report.md", title, [*study_sections(study)])

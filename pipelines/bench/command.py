@@ -111,10 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
-    """Check the options and encode the prompts. A drafter of the registry is copied to the folder `pulled`.
-
-    Raises ValueError naming the option and the fix.
-    """
+    """Check the options and encode the prompts, see `prepare_engine`. Raises ValueError naming the option and the fix."""
     if (options.model is None) == (options.synthetic is None):
         raise ValueError("--model: give a folder, a hub id, bundled:smollm2-135m-instruct, or --synthetic instead")
     if options.temperature < 0:

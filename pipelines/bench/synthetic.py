@@ -63,10 +63,7 @@ def described(given: str) -> tuple[str, dict[str, Any]]:
 
 
 def random_drafter(kind: str, target: TargetSpec, depth: int, seed: int) -> Drafter:
-    """Build a drafter of the simulator's shape: EAGLE-3 drafts 32,000 tokens, a block drafter has five layers and drafts any token.
-
-    Raises ValueError where it does not fit the target.
-    """
+    """Build a drafter of the simulator's shape, see Model.drafter. Raises ValueError where it does not fit the target."""
     if kind not in DRAFTERS:
         raise ValueError(f"--drafter: {kind!r} is no kind with random weights; give {', '.join(DRAFTERS)} or none")
     fields: Table = {"type": kind, "trained_depth": depth}

@@ -1,7 +1,4 @@
-"""`cotrain doctor`: what works on this machine or cluster, before a run is started on it.
-
-Exit status: 0 when nothing has failed, 1 otherwise.
-"""
+"""`cotrain doctor`: what works on this machine or cluster, before a run. Exit status 1 when something has failed."""
 
 import shutil
 import tempfile
@@ -81,10 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_check(name: str, function: Callable[[], str], remedy: str) -> Check:
-    """Run one check, a function that returns what it found.
-
-    Any exception but NotApplicable counts as a failure of this check, so that all other checks are still made.
-    """
+    """Run one check. Any exception but NotApplicable counts as a failure of it, so that all others are still made."""
     started = time.perf_counter()
     status: Literal["pass", "fail", "not applicable"] = "pass"
     try:

@@ -98,10 +98,7 @@ def line_figure(
 
 
 def write_page(file: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write a page as a Markdown file, as HTML beside it, and a PNG of each figure. PNGs of an earlier page are removed.
-
-    Returns the Markdown file.
-    """
+    """Write a page as Markdown and HTML, and its figures as PNGs in place of earlier ones. Returns the Markdown file."""
     file.parent.mkdir(exist_ok=True)
     for old in file.parent.glob("*.png"):
         old.unlink()
