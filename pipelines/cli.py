@@ -73,9 +73,8 @@ def _run(argv: Sequence[str] | None) -> int:
                 commands.add_parser(name, help=text)
             parser.parse_args(arguments)  # prints help, or what is wrong, and exits
         if os.path.expanduser("~") == "~":  # MLflow and others could not even be imported
-            raise ValueError(
-                "HOME: it is not set, and this user has no home folder; set HOME to a folder that can be written"
-            )
+            fix = "set HOME to a folder that can be written"
+            raise ValueError(f"HOME: it is not set, and this user has no home folder; {fix}")
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except RunFailure as failure:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cotrain.models.capability import (
     REFUSED_ON_CPU,
     architecture_of,
@@ -15,18 +17,12 @@ from cotrain.models.capability import (
 )
 from cotrain.models.loading import BUILT, built, config_folder, config_problem
 from cotrain.process.cluster import engine_device
-from drafters.config import DFlashConfig, DraftModelConfig, Eagle3Config, MtpConfig
+from drafters.config import BLOCK_DRAFTERS, DrafterModelConfig
 from drafters.files import read_config, text_fields
 from drafters.mtp.formats import without_head
 from pipelines.help import CommandParser
 
-KINDS = (
-    Eagle3Config(type="eagle3"),
-    DFlashConfig(type="dflash"),
-    DFlashConfig(type="dspark"),
-    MtpConfig(type="mtp"),
-    DraftModelConfig(type="draft_model"),
-)
+KINDS = ("eagle3", *BLOCK_DRAFTERS, "mtp", "draft_model")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,16 +44,17 @@ def facts(name: str, folder: Path) -> Iterator[str]:
     family, trained = text_fields(config)["model_type"], class_in_transformers(config["model_type"])
     _, served = class_in_vllm(architecture_of(config)) or ("", "")
     yield f"{name} is of family {family}: transformers trains it as {trained}, and vLLM serves it as {served}."
-    reasons = {kind.type: _drafting_problem(config, folder, kind, on_cpu) for kind in KINDS}
+    reasons = {kind: _drafting_problem(config, folder, kind, on_cpu) for kind in KINDS}
     can = ", ".join(kind for kind, reason in reasons.items() if reason is None) or "none"
     yield f"Drafters that can be trained for it: {can}. A history (rollout.history) can always draft."
     yield from (f"Not {kind}: {reason}." for kind, reason in reasons.items() if reason is not None)
     yield from _limits(config, on_cpu)
 
 
-def _drafting_problem(config: dict[str, Any], folder: Path, kind: Any, on_cpu: bool) -> str | None:
+def _drafting_problem(config: dict[str, Any], folder: Path, kind: str, on_cpu: bool) -> str | None:
+    drafter: Any = TypeAdapter(DrafterModelConfig).validate_python({"type": kind})
     try:
-        problems = drafter_problems(config, folder, kind, on_cpu)
+        problems = drafter_problems(config, folder, drafter, on_cpu)
     except ValueError as error:
         return str(error)
     # Without the field, and the advice to look here or to take another kind.

@@ -1,6 +1,6 @@
 """The schema of SYSTEM.toml: a system to simulate."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -104,11 +104,6 @@ class RooflineCost(Section):
 
     def _model(self, name: str) -> Model:
         return (entries("models") | self.models)[name]
-
-    @property
-    def measured_k(self) -> Iterable[int]:
-        """Draft lengths of measured steps, and 0."""
-        return {0, *self.drafted_k, *(k for k, *_ in self.cells)}
 
     @property
     def host(self) -> Engine:

@@ -65,9 +65,8 @@ class StudyRecord:
     @property
     def seeds(self) -> pd.Series:
         """By arm, how many of its runs are finished: "1/2"."""
-        return self.runs.groupby("arm", sort=False)["outcome"].agg(
-            lambda ends: f"{sum(ends == 'finished')}/{len(ends)}"
-        )
+        outcomes = self.runs.groupby("arm", sort=False)["outcome"]
+        return outcomes.agg(lambda ends: f"{sum(ends == 'finished')}/{len(ends)}")
 
 
 def _compared(run: RunRecord) -> str:

@@ -20,11 +20,9 @@ from cotrain.process.children import two_stage_stop
 from cotrain.run.console import aligned
 from cotrain.sidecar.launch import CAUSES, run_host, trainer_beside
 from cotrain.transport.spool import VARIABLE, Verdict
-from drafters.config import BLOCK_DRAFTERS
 from pipelines.help import CommandParser
+from pipelines.models import KINDS
 from pipelines.plan import serve_command
-
-KINDS = ("eagle3", *BLOCK_DRAFTERS, "mtp", "draft_model")
 
 
 def run(arguments: Sequence[str]) -> int:

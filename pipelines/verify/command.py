@@ -74,9 +74,8 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
     args.model = args.model or (config.policy.model if config else None)
     history = args.history or (configured.history is not None and not args.drafter)
     if not args.model or history == bool(args.drafter):
-        raise ValueError(
-            "--model, --drafter: give a model, which a --config names too, and either a drafter or --history"
-        )
+        fix = "give a model, which a --config names too, and either a drafter or --history"
+        raise ValueError(f"--model, --drafter: {fix}")
     args.k, args.dtype = args.k or configured.num_speculative_tokens, args.dtype or configured.dtype
     samplings: tuple[SamplingParams, ...] = STANDARD_SAMPLINGS
     if config and configured.temperature > 0:  # greedy text is always checked
