@@ -190,10 +190,8 @@ def _check_data(config: RunConfig, model: Path | None, quick: bool) -> None:
         return
     task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
     if wanted > len(task):
-        more = "raise task.size" if isinstance(data, ReasoningGymTask) else "add rows to task.path"
-        raise ValueError(
-            f"rollout.prompts_per_step: {wanted} is more than the {len(task)} prompts of the task; lower it, or {more}"
-        )
+        fix = f"lower it, or {'raise task.size' if isinstance(data, ReasoningGymTask) else 'add rows to task.path'}"
+        raise ValueError(f"rollout.prompts_per_step: {wanted} is more than the {len(task)} prompts of the task; {fix}")
 
 
 def _check_run_root(config: RunConfig) -> None:
@@ -201,9 +199,8 @@ def _check_run_root(config: RunConfig) -> None:
     try:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
-        raise ValueError(
-            f"run_root: {root} is no folder that can be written ({error.strerror}); set run_root=..."
-        ) from None
+        why = f"{root} is no folder that can be written ({error.strerror})"
+        raise ValueError(f"run_root: {why}; set run_root=...") from None
 
 
 def _check_model(config: RunConfig, model: Path) -> Iterator[str]:

@@ -23,14 +23,12 @@ from cotrain.run.console import duration
 from cotrain.run.provenance import machine
 from pipelines import engines
 from pipelines.bench.report import METHODS, NO_SPECULATION, Arm, Turn, roofline, simulated_ms, write_results
-from pipelines.bench.synthetic import beside, check_synthetic, synthetic_setup
+from pipelines.bench.synthetic import SHARE, beside, check_synthetic, synthetic_setup
 from pipelines.engines import at_least
 from pipelines.help import CommandParser
 
 LEARNING_BATCHES = 4
 """Batches of each size in which an adaptive arm learns what its draft lengths cost, before any counts."""
-
-GPU_SHARE = 0.9  # share of a GPU's memory for all engines together
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
     num_engines, num_prompts = len({arm.engine for arm in arms}), batch * options.rounds * options.groups
     rollout = {"temperature": options.temperature, "ignore_eos": not options.stop_at_eos, "synchronous_batches": True}
     rollout |= {"num_speculative_tokens": max(options.k)}
-    rollout |= {"vllm": {"gpu_memory_utilization": GPU_SHARE / num_engines}} if machine()["gpus"] else {}
+    rollout |= {"vllm": {"gpu_memory_utilization": SHARE / num_engines}} if machine()["gpus"] else {}
     if options.synthetic:
         setup = synthetic_setup(options, num_prompts, batch, pulled, num_engines, **rollout)
     else:

@@ -33,7 +33,7 @@ from pipelines.engines import EngineSetup, rollout_config
 from pipelines.plan import BYTES, GIB, policy_on_meta
 
 PREFILL_TOKENS = 16_384  # most prompt tokens of a step; the prompts of larger batches take several
-SHARE = 0.9  # share of a GPU's memory for weights, keys and values, and of shared memory for a policy's file
+SHARE = 0.9  # share of a GPU's memory for all engines together, and of shared memory for a policy's file
 REPEATS = 3  # calls with the tap, calls without it, and swaps of the drafter, of which the median counts
 
 
