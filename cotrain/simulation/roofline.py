@@ -6,7 +6,7 @@ data/engines.toml.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter
 
-from cotrain.config.errors import did_you_mean
 from cotrain.simulation.step_time import Array, MeasuredCells
 from drafters.config import BLOCK_DRAFTERS
 
@@ -112,15 +111,6 @@ def entries(file: str) -> dict[str, Any]:
     kind = {"gpus": Hardware, "models": Model, "engines": Engine}[file]
     text = (Path(__file__).parent / "data" / f"{file}.toml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, kind]).validate_python(tomllib.loads(text))  # type: ignore[valid-type]
-
-
-def known(file: str, name: str, others: Iterable[str] = ()) -> str:
-    """Return the name without a hub's organisation. Raises ValueError if it is in neither data/<file>.toml nor `others`."""
-    short, names = name.rpartition("/")[2], [*others, *entries(file)]
-    if short not in names:
-        fix = "" if file == "engines" else f", or describe it in [cost.{file}.NAME]"
-        raise ValueError(f"{name!r} is not known: give one of {', '.join(names)}{fix}{did_you_mean(short, names)}")
-    return short
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo
 from pydantic.functional_validators import field_validator, model_validator
 
-from cotrain.config.errors import ConfigError, validated
+from cotrain.config.errors import ConfigError, did_you_mean, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
 from cotrain.simulation.generation import Acceptance
-from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries, known
+from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries
 from cotrain.simulation.step_time import MeasuredCells
 from drafters.config import BLOCK_DRAFTERS, Section
 
@@ -86,8 +86,13 @@ class RooflineCost(Section):
     @field_validator("gpu", "model", "drafter", "engine")
     @classmethod
     def _known(cls, name: str, info: ValidationInfo) -> str:
+        """The name without a hub's organisation."""
         file = {"gpu": "gpus", "engine": "engines"}.get(info.field_name or "", "models")
-        return known(file, name, [*(HEADS if info.field_name == "drafter" else ()), *info.data.get(file, ())])
+        names = [*(HEADS if info.field_name == "drafter" else ()), *info.data.get(file, ()), *entries(file)]
+        if (short := name.rpartition("/")[2]) not in names:
+            fix = "" if file == "engines" else f", or describe it in [cost.{file}.NAME]"
+            raise ValueError(f"{name!r} is not known: give one of {', '.join(names)}{fix}{did_you_mean(short, names)}")
+        return short
 
     @model_validator(mode="after")
     def _fits(self) -> "RooflineCost":
