@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cotrain.config.errors import validated
 from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries
 from cotrain.simulation.system import RooflineCost
 
@@ -177,8 +178,8 @@ def test_a_measured_step_that_is_too_short_for_its_context_is_refused() -> None:
 
 def test_names_are_those_of_the_hub_or_answered_with_the_known_ones() -> None:
     for name in ("Qwen/Qwen3-8B", "Qwen3-8B"):
-        assert RooflineCost(type="roofline", gpu="gb200", model=name).model == "Qwen3-8B"
+        assert validated(RooflineCost, {"type": "roofline", "gpu": "gb200", "model": name}).model == "Qwen3-8B"
     with pytest.raises(
         ValueError, match=r"'Qwen/Qwen3-9B' is not known.*Llama-3\.1-8B.*\[cost\.models\.NAME\]; did you mean"
     ):
-        RooflineCost(type="roofline", gpu="gb200", model="Qwen/Qwen3-9B")
+        validated(RooflineCost, {"type": "roofline", "gpu": "gb200", "model": "Qwen/Qwen3-9B"})
