@@ -19,7 +19,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import remove_scratch_folders
 from cotrain.process.stopping import INTERRUPTED
 from cotrain.run.mlflow_store import absolute_uri, default_uri, sqlite_file
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 
 COMMANDS = {
     "train": ("pipelines.cli:train", "train a policy and its drafter"),
@@ -73,8 +73,8 @@ def _run(argv: Sequence[str] | None) -> int:
                 commands.add_parser(name, help=text)
             parser.parse_args(arguments)  # prints help, or what is wrong, and exits
         if os.path.expanduser("~") == "~":  # MLflow and others could not even be imported
-            what = "it is not set, and this user has no home folder"
-            raise ValueError(f"HOME: {what}; set HOME to a folder that can be written")
+            fix = "set HOME to a folder that can be written"
+            raise ValueError(f"HOME: it is not set, and this user has no home folder; {fix}")
         module, _, function = COMMANDS[arguments[0]][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except RunFailure as failure:
@@ -109,8 +109,7 @@ def _is_message_to_the_user(error: Exception) -> bool:
 def init(arguments: Sequence[str]) -> int:
     from pipelines.preflight import read_command_line
 
-    description = "Train a drafter on rollouts of the policy, before RL: in-domain initialisation."
-    if (run := read_command_line("init", arguments, description, help_of("init"))) is None:
+    if (run := read_command_line("init", arguments)) is None:
         return 0
     from pipelines.initialise.pipeline import initialise
 
@@ -118,12 +117,9 @@ def init(arguments: Sequence[str]) -> int:
 
 
 def train(arguments: Sequence[str]) -> int:
-    from cotrain.config.errors import help_text
     from pipelines.preflight import check_run, read_command_line
 
-    description = "Train a policy, and beside it the drafter that its rollouts speculate with."
-    epilog = help_of("train") + (help_text() if {"-h", "--help"} & set(arguments) else "")
-    if (run := read_command_line("train", arguments, description, epilog)) is None:
+    if (run := read_command_line("train", arguments)) is None:
         return 0
     check_run(*run)
     from pipelines.train.joint import train as train_jointly
@@ -132,11 +128,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def report(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="cotrain report",
-        description="Write the report of a run or a study into its report/ folder: report.html, the same as report.md, and its "
-        "figures as PNGs; for a study also its table as CSV.",
-    )
+    parser = CommandParser("report")
     parser.add_argument("folder", metavar="RUN|STUDY", help="a folder, or a name in the run root")
     options = parser.parse_args(arguments)
     from pipelines.page.record import STUDY, find

@@ -1,6 +1,5 @@
 """`cotrain models`: what a policy can do, in plain sentences, from its config.json. No weights are read."""
 
-import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,15 +20,12 @@ from cotrain.process.cluster import engine_device
 from drafters.config import KINDS, DrafterModelConfig
 from drafters.files import read_config, text_fields
 from drafters.mtp.formats import without_head
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print what the policy can do. Returns 1 if it cannot be trained. Raises ValueError if there is no such model here."""
-    parser = argparse.ArgumentParser(
-        prog="cotrain models", description=help_of("models"), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    text = "bundled:..., tiny:..., a hub id, or a folder with a config.json"
+    parser, text = CommandParser("models"), "bundled:..., tiny:..., a hub id, or a folder with a config.json"
     parser.add_argument("name", metavar="NAME|FOLDER", help=text)
     name = parser.parse_args(arguments).name
     folder = built(name) if name in BUILT else config_folder(name)
@@ -68,9 +64,8 @@ def _limits(config: dict[str, Any], on_cpu: bool) -> Iterator[str]:
     if positions := fields.get("max_position_embeddings"):
         yield f"Prompt, response and draft have at most {positions:,} positions."
     if has_gated_delta_net(config):
-        yield (
-            "Its linear attention allows one GPU an engine; on a CPU rollout.dtype must be bfloat16, without a prefix cache."
-        )
+        dtype = "on a CPU rollout.dtype must be bfloat16, without a prefix cache"
+        yield f"Its linear attention allows one GPU an engine; {dtype}."
     if "text_config" in config:
         yield "It is served and trained on text alone; `cotrain export` keeps the rest, such as its image encoder."
     if on_cpu and (reason := REFUSED_ON_CPU.get(fields["model_type"])):

@@ -32,6 +32,7 @@ from cotrain.tasks.base import build_task
 from cotrain.tasks.datasets import is_file_or_folder
 from cotrain.tasks.rewards import load_reward
 from drafters.files import read_config, safetensors_header, text_fields, weight_files
+from pipelines.help import CommandParser
 from pipelines.models import facts
 from pipelines.plan import BYTES, GIB, plan
 
@@ -40,22 +41,15 @@ POLICY_UPDATES_HELD = 2
 """Maximum number of policy updates in shared memory: the served one, for taking back a failed update, and the new one."""
 
 
-def read_command_line(
-    command: str, arguments: Sequence[str], description: str, epilog: str
-) -> tuple[RunConfig, bool] | None:
+def read_command_line(command: str, arguments: Sequence[str]) -> tuple[RunConfig, bool] | None:
     """Read the configuration given to `cotrain COMMAND`. Returns it, and whether it continues a run.
 
     Returns None when --dry-run has printed it and found no problem. Raises ConfigError listing all problems.
     """
     train = command == "train"
-    parser = argparse.ArgumentParser(
-        prog=f"cotrain {command}",
-        usage=f"cotrain {command} CONFIG... [key=value...] [--dry-run] [--resume NAME]"
-        + " [--nodes N --gpus-per-node M]" * train,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = f"cotrain {command} CONFIG... [key=value...] [--dry-run] [--resume NAME]"
+    usage += " [--nodes N --gpus-per-node M]" * train
+    parser = CommandParser(command, RunConfig if train else None, usage=usage)
     parser.add_argument("config", nargs="*", metavar="CONFIG", help="TOML files, and overrides section.field=value")
     parser.add_argument("--dry-run", action="store_true", help="check, print the whole configuration as TOML, and stop")
     parser.add_argument("--resume", metavar="NAME", help="continue this run; CONFIG and overrides come after its own")
@@ -201,8 +195,8 @@ def _check_run_root(config: RunConfig) -> None:
     try:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
-        what = f"{root} is no folder that can be written ({error.strerror})"
-        raise ValueError(f"run_root: {what}; set run_root=...") from None
+        why = f"{root} is no folder that can be written ({error.strerror})"
+        raise ValueError(f"run_root: {why}; set run_root=...") from None
 
 
 def _check_model(config: RunConfig, model: Path) -> Iterator[str]:

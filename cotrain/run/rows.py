@@ -38,7 +38,13 @@ class RowFile:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return all rows; none if the file does not exist. A last line that was cut off is left out."""
+    """Return all rows; none if the file does not exist. A last line that was cut off is left out.
+
+    Raises ValueError naming the file when another line is damaged.
+    """
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path}: a line is not valid JSON ({error}); remove that line") from None

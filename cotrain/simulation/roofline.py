@@ -6,7 +6,7 @@ data/engines.toml.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter
 
-from cotrain.config.errors import did_you_mean
 from cotrain.simulation.step_time import Array, MeasuredCells
 from drafters.config import BLOCK_DRAFTERS
 
@@ -89,13 +88,11 @@ class Model:
         """Return the drafter, of dense layers. EAGLE-3 fuses three hidden states, and its layer drafts one of 32,000 tokens; MTP's
         fuses the embedding and the hidden state, and drafts any token. Both run once per draft token. DFlash and DSpark have five layers,
         five hidden states and the target's head, as public checkpoints."""
-        layers, width, vocabulary = {"eagle3": (1, 3, 32_000), "mtp": (1, 2, self.vocabulary)}.get(
-            kind, (5, 5, self.vocabulary)
-        )
+        layers, width = {"eagle3": (1, 3), "mtp": (1, 2)}.get(kind, (5, 5))
         wide = self.intermediate if self.experts == 1 else 3 * self.hidden
         shape = replace(self, layers=layers, intermediate=wide, experts=1, experts_per_token=1)
-        shape = replace(shape, weight_bytes=2.0, one_pass=kind in BLOCK_DRAFTERS)
-        return replace(shape, vocabulary=vocabulary, fused=width * self.hidden)
+        shape = replace(shape, weight_bytes=2.0, one_pass=kind in BLOCK_DRAFTERS, fused=width * self.hidden)
+        return replace(shape, vocabulary=32_000) if kind == "eagle3" else shape
 
     def parameters(self, experts: Array | float) -> Array | float:
         """Parameters of all layers and the head, with so many experts a layer."""
@@ -114,15 +111,6 @@ def entries(file: str) -> dict[str, Any]:
     kind = {"gpus": Hardware, "models": Model, "engines": Engine}[file]
     text = (Path(__file__).parent / "data" / f"{file}.toml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, kind]).validate_python(tomllib.loads(text))  # type: ignore[valid-type]
-
-
-def known(file: str, name: str, others: Iterable[str] = ()) -> str:
-    """Return the name without a hub's organisation. Raises ValueError if it is in neither data/<file>.toml nor `others`."""
-    short, names = name.rpartition("/")[2], [*others, *entries(file)]
-    if short not in names:
-        fix = "" if file == "engines" else f", or describe it in [cost.{file}.NAME]"
-        raise ValueError(f"{name!r} is not known: give one of {', '.join(names)}{fix}{did_you_mean(short, names)}")
-    return short
 
 
 @dataclass(frozen=True)
@@ -170,9 +158,8 @@ class Roofline:
         """Time of all layers and the head. Of E experts, E (1 - (1 - K/E)^T) are read for T rows that choose K at random each."""
         gpu, gpus = self.hardware, self.tensor_parallel
         read = m.experts * (1 - (1 - m.experts_per_token / m.experts) ** rows)
-        moved = m.weight_bytes * m.parameters(read) / gpus + rows * (
-            LOGIT_BYTES * m.vocabulary + UNIT_BYTES * m.layers * m.hidden
-        )
+        of_row = LOGIT_BYTES * m.vocabulary + UNIT_BYTES * m.layers * m.hidden
+        moved = m.weight_bytes * m.parameters(read) / gpus + rows * of_row
         moving = moved / (gpu.memory_bandwidth * gpu.bandwidth_efficiency)
         computing = 2 * rows * m.parameters(m.experts_per_token) / gpus / (gpu.flops * gpu.flops_efficiency)
         products = (moving**gpu.sharpness + computing**gpu.sharpness) ** (1 / gpu.sharpness)

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.generation import Ints, generate
+from cotrain.simulation.generation import Acceptance, Ints, generate
 from cotrain.simulation.roofline import StepTimes
 from cotrain.simulation.step_time import Array
 from cotrain.simulation.system import RooflineCost, System
@@ -70,8 +69,9 @@ class Scenario:
     @property
     def envelope(self) -> bool:
         """Do times of steps with drafts come from a roofline that was not adjusted to measured steps with drafts this long?"""
-        cost, drafts = self.system.cost, self.system.drafter is not None
-        return drafts and isinstance(cost, RooflineCost) and max(1, *self.draft_lengths) > max(cost.measured_k)
+        if not isinstance(cost := self.system.cost, RooflineCost) or not self.system.drafter:
+            return False
+        return max(1, *self.draft_lengths) > max([0, *cost.drafted_k, *(k for k, *_ in cost.cells)])
 
     @property
     def extrapolated(self) -> list[int]:

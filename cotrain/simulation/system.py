@@ -1,6 +1,6 @@
 """The schema of SYSTEM.toml: a system to simulate."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -11,11 +11,11 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo
 from pydantic.functional_validators import field_validator, model_validator
 
-from cotrain.config.errors import ConfigError, validated
+from cotrain.config.errors import ConfigError, did_you_mean, validated
 from cotrain.config.load import Table, merge, read_tables
 from cotrain.run.provenance import flatten
-from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries, known
+from cotrain.simulation.generation import Acceptance
+from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries
 from cotrain.simulation.step_time import MeasuredCells
 from drafters.config import BLOCK_DRAFTERS, Section
 
@@ -23,7 +23,6 @@ HEADS = ("eagle3", "mtp", *BLOCK_DRAFTERS)
 """Drafters whose shape follows from the policy's."""
 
 Cells = tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
-"""[draft length, batch size, milliseconds of a decode step] of each measurement; repeated ones count as their median."""
 
 
 def seconds_by_cell(cells: Cells) -> dict[tuple[int, int], float]:
@@ -87,8 +86,13 @@ class RooflineCost(Section):
     @field_validator("gpu", "model", "drafter", "engine")
     @classmethod
     def _known(cls, name: str, info: ValidationInfo) -> str:
+        """The name without a hub's organisation."""
         file = {"gpu": "gpus", "engine": "engines"}.get(info.field_name or "", "models")
-        return known(file, name, [*(HEADS if info.field_name == "drafter" else ()), *info.data.get(file, ())])
+        names = [*(HEADS if info.field_name == "drafter" else ()), *info.data.get(file, ()), *entries(file)]
+        if (short := name.rpartition("/")[2]) not in names:
+            fix = "" if file == "engines" else f", or describe it in [cost.{file}.NAME]"
+            raise ValueError(f"{name!r} is not known: give one of {', '.join(names)}{fix}{did_you_mean(short, names)}")
+        return short
 
     @model_validator(mode="after")
     def _fits(self) -> "RooflineCost":
@@ -105,11 +109,6 @@ class RooflineCost(Section):
 
     def _model(self, name: str) -> Model:
         return (entries("models") | self.models)[name]
-
-    @property
-    def measured_k(self) -> Iterable[int]:
-        """Draft lengths of measured steps, and 0."""
-        return {0, *self.drafted_k, *(k for k, *_ in self.cells)}
 
     @property
     def host(self) -> Engine:
@@ -218,10 +217,7 @@ class System(Section):
 
 
 def load_system(base: Sequence[str | Path] | Table, overrides: Sequence[str] = ()) -> System:
-    """Load SYSTEM.toml files, of which later ones win, or take the fields of a system, and apply key=value overrides.
-
-    Raises ConfigError listing all problems.
-    """
+    """Load SYSTEM.toml files, later ones win, or the fields of a system. Raises ConfigError listing all problems."""
     table = base if isinstance(base, dict) else reduce(merge, read_tables(base, []), Table())
     changes: Table = reduce(merge, read_tables([], overrides), {})
     system, changed = validated(System, merge(table, changes)), flatten(changes)

@@ -3,7 +3,6 @@
 A study can be stopped and started again at any point: what is finished is not run again.
 """
 
-import argparse
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from drafters.files import read_object, write_json
 from pipelines.ablate.plan import Run, Status, Study, load_study
+from pipelines.help import CommandParser
 from pipelines.page.record import STUDY
 
 PROGRAM = (sys.executable, "-m", "pipelines.cli")
@@ -37,19 +37,13 @@ POLL_S = 0.05
 ERROR = re.compile(r"^(?:cotrain: |[\w.]*(?:Error|Exception|Interrupt)\b|.*DIFFERS).*(?:\n[ \t]+\S.*)*", re.MULTILINE)
 """A line of a log that says why a run failed, with the indented lines that belong to it."""
 
-Action = Literal["finished", "resume", "start"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Raises ValueError for errors that the user can fix, before anything runs.
 
     Exit status: 0 all runs are finished, 1 some failed, 130 stopped by the user.
     """
-    parser = argparse.ArgumentParser(
-        prog="cotrain ablate",
-        description="Run the arms of a study, each with every seed, and compare them in one table.",
-        epilog="The same command goes on with a study that was stopped. docs/guide/studies.md explains the file.",
-    )
+    parser = CommandParser("ablate")
     parser.add_argument("study", metavar="STUDY.toml", help="the study file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the study, for example seeds=[0]")
     parser.add_argument("--dry-run", action="store_true", help="check, show what would run, and stop")
@@ -155,7 +149,7 @@ def restore_state(study: Study) -> None:
                 run.status, run.error = ended["status"], ended["error"]
 
 
-def next_action(run: Run) -> Action:
+def next_action(run: Run) -> Literal["finished", "resume", "start"]:
     """What has to be done with a run to finish the study. Raises ValueError while another process runs it."""
     complete = is_complete(run)
     if complete and (run.command == "init" or run.status == "finished"):

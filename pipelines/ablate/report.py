@@ -65,9 +65,8 @@ class StudyRecord:
     @property
     def seeds(self) -> pd.Series:
         """By arm, how many of its runs are finished: "1/2"."""
-        return self.runs.groupby("arm", sort=False)["outcome"].agg(
-            lambda ends: f"{sum(ends == 'finished')}/{len(ends)}"
-        )
+        outcomes = self.runs.groupby("arm", sort=False)["outcome"]
+        return outcomes.agg(lambda ends: f"{sum(ends == 'finished')}/{len(ends)}")
 
 
 def _compared(run: RunRecord) -> str:
@@ -83,14 +82,10 @@ def _text(value: Any) -> str:
 
 
 def write_study_report(folder: Path) -> Path:
-    """Write report.html, report.md, PNGs and table.csv into folder/report; returns report.md.
-
-    Raises ValueError when the folder is no study or its study.json is damaged. The page names the runs that failed.
-    """
+    """Write report.html, report.md, PNGs and table.csv into folder/report; returns report.md. Raises as `read_study`."""
     study = read_study(folder)
-    page = write_page(
-        folder / REPORT / "report.md", f"{study.about['name']}, a cotrain study", [*study_sections(study)]
-    )
+    title = f"{study.about['name']}, a cotrain study"
+    page = write_page(folder / REPORT / "report.md", title, [*study_sections(study)])
     spreads = study.measured.groupby("arm").agg(["mean", "min", "max"])
     spreads.columns = [" ".join(names) for names in spreads.columns]
     study.fields.assign(seeds=study.seeds).join(spreads).rename_axis("name").to_csv(page.with_name("table.csv"))

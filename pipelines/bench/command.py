@@ -23,14 +23,12 @@ from cotrain.run.console import duration
 from cotrain.run.provenance import machine
 from pipelines import engines
 from pipelines.bench.report import METHODS, NO_SPECULATION, Arm, Turn, roofline, simulated_ms, write_results
-from pipelines.bench.synthetic import beside, check_synthetic, synthetic_setup
+from pipelines.bench.synthetic import SHARE, beside, check_synthetic, synthetic_setup
 from pipelines.engines import at_least
+from pipelines.help import CommandParser
 
-DESCRIPTION = "Speculation arms side by side on the same prompts, taking turns: tokens/s and acceptance length of each."
 LEARNING_BATCHES = 4
 """Batches of each size in which an adaptive arm learns what its draft lengths cost, before any counts."""
-
-GPU_SHARE = 0.9  # share of a GPU's memory for all engines together
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises ValueError for errors that the user can fix, before an engine starts."""
-    parser = argparse.ArgumentParser(prog="cotrain bench", description=DESCRIPTION)
+    parser = CommandParser("bench")
     add_arguments(parser)
     options = parser.parse_args(argv)
     load = round(os.getloadavg()[0], 2)
@@ -111,10 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
-    """Check the options and encode the prompts. A drafter of the registry is copied to the folder `pulled`.
-
-    Raises ValueError naming the option and the fix.
-    """
+    """Check the options and encode the prompts, see `prepare_engine`. Raises ValueError naming the option and the fix."""
     if (options.model is None) == (options.synthetic is None):
         raise ValueError("--model: give a folder, a hub id, bundled:smollm2-135m-instruct, or --synthetic instead")
     if options.temperature < 0:
@@ -129,7 +124,7 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
     num_engines, num_prompts = len({arm.engine for arm in arms}), batch * options.rounds * options.groups
     rollout = {"temperature": options.temperature, "ignore_eos": not options.stop_at_eos, "synchronous_batches": True}
     rollout |= {"num_speculative_tokens": max(options.k)}
-    rollout |= {"vllm": {"gpu_memory_utilization": GPU_SHARE / num_engines}} if machine()["gpus"] else {}
+    rollout |= {"vllm": {"gpu_memory_utilization": SHARE / num_engines}} if machine()["gpus"] else {}
     if options.synthetic:
         setup = synthetic_setup(options, num_prompts, batch, pulled, num_engines, **rollout)
     else:
@@ -211,7 +206,8 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     if arm != NO_SPECULATION:
         await engine.set_num_speculative_tokens(None if arm.adapts else arm.num_speculative_tokens)
     if arm.uses_drafter:
-        await engine.set_draft_sample_method(arm.draft_sample_method)
+        # Probabilistic drafts are greedy ones at temperature 0.
+        await engine.set_draft_sample_method("greedy" if arm.method == "greedy" else "probabilistic")
     await engine.reset_prefix_cache()
     await engine.take_window()
     generated = await engine.generate(bench.requests(batch, round_, group), tap=False)

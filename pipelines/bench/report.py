@@ -52,11 +52,6 @@ class Arm:
         """Name of its engine. An arm with history shares it with no other, else it would draft from what others generated."""
         return self.method if self.uses_history else "drafter" if self.uses_drafter else "stock"
 
-    @property
-    def draft_sample_method(self) -> str:
-        """How the drafter's tokens are sampled. Probabilistic drafts are greedy ones at temperature 0."""
-        return "greedy" if self.method == "greedy" else "probabilistic"
-
     def __str__(self) -> str:
         if self.method == "none":
             return "no speculation"

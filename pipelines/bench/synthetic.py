@@ -33,7 +33,7 @@ from pipelines.engines import EngineSetup, rollout_config
 from pipelines.plan import BYTES, GIB, policy_on_meta
 
 PREFILL_TOKENS = 16_384  # most prompt tokens of a step; the prompts of larger batches take several
-SHARE = 0.9  # share of a GPU's memory for weights, keys and values, and of shared memory for a policy's file
+SHARE = 0.9  # share of a GPU's memory for all engines together, and of shared memory for a policy's file
 REPEATS = 3  # calls with the tap, calls without it, and swaps of the drafter, of which the median counts
 
 
@@ -63,10 +63,7 @@ def described(given: str) -> tuple[str, dict[str, Any]]:
 
 
 def random_drafter(kind: str, target: TargetSpec, depth: int, seed: int) -> Drafter:
-    """Build a drafter of the simulator's shape: EAGLE-3 drafts 32,000 tokens, a block drafter has five layers and drafts any token.
-
-    Raises ValueError where it does not fit the target.
-    """
+    """Build a drafter of the simulator's shape, see Model.drafter. Raises ValueError where it does not fit the target."""
     if kind not in DRAFTERS:
         raise ValueError(f"--drafter: {kind!r} is no kind with random weights; give {', '.join(DRAFTERS)} or none")
     fields: Table = {"type": kind, "trained_depth": depth}

@@ -1,9 +1,5 @@
-"""`cotrain doctor`: what works on this machine or cluster, before a run is started on it.
+"""`cotrain doctor`: what works on this machine or cluster, before a run. Exit status 1 when something has failed."""
 
-Exit status: 0 when nothing has failed, 1 otherwise.
-"""
-
-import argparse
 import shutil
 import tempfile
 import time
@@ -21,7 +17,7 @@ from cotrain.run.provenance import here_and_now
 from drafters.files import write_json
 from pipelines.doctor import engine
 from pipelines.doctor.machine import MACHINE, NotApplicable
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Check:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command, which prints each result as it comes. Raises OSError when the JSON file cannot be written."""
-    parser = argparse.ArgumentParser(prog="cotrain doctor", description=help_of("doctor"))
+    parser = CommandParser("doctor")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result there too")
     parser.add_argument("--address", help="Ray cluster of the short run, or auto (default: a private Ray here)")
     names = [*MACHINE, *engine.REMEDIES]
@@ -82,10 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_check(name: str, function: Callable[[], str], remedy: str) -> Check:
-    """Run one check, a function that returns what it found.
-
-    Any exception but NotApplicable counts as a failure of this check, so that all other checks are still made.
-    """
+    """Run one check. Any exception but NotApplicable counts as a failure of it, so that all others are still made."""
     started = time.perf_counter()
     status: Literal["pass", "fail", "not applicable"] = "pass"
     try:

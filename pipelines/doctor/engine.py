@@ -13,14 +13,11 @@ from pipelines.doctor.machine import NotApplicable, Problem, output_of
 
 DRAFTER = ["drafter.model.draft_vocab_size=256", "drafter.updates_per_step=2", "drafter.batch_tokens=512"]
 DRAFTER += ["drafter.gate.publish_when=always", "tracking.log_drafters=false"]
-RUN = (
-    f"""
+RUN = f"""
 name=run steps=3 policy.model={TINY_MODEL} task.type=reasoning_gym task.name=chain_sum drafter.model.type=eagle3
 rollout.prompts_per_step=8 rollout.samples_per_prompt=2 rollout.max_prompt_tokens=256 rollout.max_new_tokens=32
 lossless.every=1 rollout.speculation.adaptive=false
 """.split()
-    + DRAFTER
-)
 """A run of a tiny model that drafts in every step and makes every check that a run makes: features, log-probs, swaps, losslessness,
 greedy text."""
 
@@ -55,14 +52,13 @@ def run(folder: Path, address: str | None) -> str:
     own = [f"run_root={folder}", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}", f"rollout.dtype={_dtype()}"]
     own += [f"cluster.address={address}", "cluster.strategy=SPREAD"] if address else []
     own += ["policy.num_processes=2"] if len(machine()["gpus"]) > 2 else []  # whose gradients NCCL adds up
-    output_of("-m", "pipelines.cli", "train", *RUN, *own)
+    output_of("-m", "pipelines.cli", "train", *RUN, *DRAFTER, *own)
     rows = read_rows(folder / "run" / "metrics.jsonl")
     swaps = sum(row.get("drafter/published") or 0 for row in rows)
     tokens = sum(row.get("lossless/speculated_tokens") or 0 for row in rows)
     if not (swaps and tokens):
-        raise Problem(
-            f"it swapped in {swaps:.0f} drafters and checked {tokens:.0f} speculated tokens; both must be above 0"
-        )
+        counts = f"{swaps:.0f} drafters and checked {tokens:.0f} speculated tokens"
+        raise Problem(f"it swapped in {counts}; both must be above 0")
     return f"{TINY_MODEL} in {_dtype()}, {len(rows)} steps, {swaps:.0f} drafters swapped in"
 
 

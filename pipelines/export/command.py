@@ -1,6 +1,5 @@
 """`cotrain export`: a run's policy and the drafter it was served with, as folders that stock vLLM serves."""
 
-import argparse
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
 from drafters.files import CONFIG, INDEX, safetensors_header, weight_files, write_json
 from drafters.files import read_config as read_model_config
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 from pipelines.page.record import find
 from pipelines.plan import serve_command
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the folders and print how to serve them. Raises ValueError if there is no checkpoint, or if DIR exists."""
-    parser = argparse.ArgumentParser(prog="cotrain export", description=help_of("export"))
+    parser = CommandParser("export")
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in the run root")
     parser.add_argument("out", metavar="DIR", type=Path, help="a new folder")
     options = parser.parse_args(arguments)

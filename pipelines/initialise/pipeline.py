@@ -152,10 +152,8 @@ class Initialisation:
             if step % self._drafter.train_every == 0:
                 row |= trainer.train(step, self._drafter.updates_per_step)
                 trainer.publish()
-            row |= {
-                GENERATED: batch.num_generated_tokens,
-                "rollout/tokens_per_s": batch.num_generated_tokens / batch.seconds,
-            }
+            tokens = batch.num_generated_tokens
+            row |= {GENERATED: tokens, "rollout/tokens_per_s": tokens / batch.seconds}
             row |= {"versions/drafter": trainer.drafter_version, "time/step_s": time.perf_counter() - began}
             metrics.write(step, row)
             versions, stopping = Versions(0, trainer.drafter_version), self.stop_requested()

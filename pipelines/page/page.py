@@ -98,10 +98,7 @@ def line_figure(
 
 
 def write_page(file: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write a page as a Markdown file, as HTML beside it, and a PNG of each figure. PNGs of an earlier page are removed.
-
-    Returns the Markdown file.
-    """
+    """Write a page as Markdown and HTML, and its figures as PNGs in place of earlier ones. Returns the Markdown file."""
     file.parent.mkdir(exist_ok=True)
     for old in file.parent.glob("*.png"):
         old.unlink()
@@ -109,7 +106,9 @@ def write_page(file: Path, title: str, sections: Sequence[Section]) -> Path:
     for section in sections:
         parts += [section.title and f"## {section.title}", section.text]
         if section.table is not None:
-            parts.append(markdown_table(section.table))
+            # A cell stays one cell, whatever it holds.
+            cells = section.table.map(lambda cell: " ".join(str(cell).replace("|", "\\|").split()))
+            parts.append(str(cells.to_markdown(index=False, disable_numparse=True)))
         if section.figure is not None:
             section.figure.savefig(file.with_name(section.image), dpi=160)
             parts.append(f"![{section.numbers}]({section.image})")
@@ -118,9 +117,3 @@ def write_page(file: Path, title: str, sections: Sequence[Section]) -> Path:
     file.write_text(text, encoding="utf-8")
     file.with_suffix(".html").write_text(HTML.substitute(title=escape(title), body=body), encoding="utf-8")
     return file
-
-
-def markdown_table(table: pd.DataFrame) -> str:
-    """The table without its index. A cell stays one cell, whatever it holds."""
-    cells = table.map(lambda cell: " ".join(str(cell).replace("|", "\\|").split()))
-    return str(cells.to_markdown(index=False, disable_numparse=True))

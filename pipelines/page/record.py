@@ -58,11 +58,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run's folder. Raises ValueError naming the file that is missing, empty or damaged, and what to do."""
     settings, metrics = flatten(read_object(folder / CONFIG)), folder / "metrics.jsonl"
     settings |= {alike: settings[name] for name, alike in SIDECAR_FIELDS.items() if name in settings}
-    try:
-        rows = read_rows(metrics)
-    except ValueError as error:
-        raise ValueError(f"{metrics}: a line is not valid JSON ({error}); remove that line") from None
-    if not rows:
+    if not (rows := read_rows(metrics)):
         raise ValueError(f"{metrics}: no metrics yet; a report needs one finished step")
     table = pd.DataFrame(rows).set_index("step").sort_index().astype(float)
     failure = folder / "logs" / "latest" / FAILURE

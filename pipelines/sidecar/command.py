@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from cotrain.config.errors import help_text
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.engine.host.adoption import CHECK_VARIABLE
 from cotrain.process.children import two_stage_stop
@@ -22,7 +21,7 @@ from cotrain.run.console import aligned
 from cotrain.sidecar.launch import CAUSES, run_host, trainer_beside
 from cotrain.transport.spool import VARIABLE, Verdict
 from drafters.config import KINDS
-from pipelines.help import help_of
+from pipelines.help import CommandParser
 from pipelines.plan import serve_command
 
 
@@ -114,12 +113,8 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[
 
 
 def _parser(command: str, rest: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"cotrain {command}", description=help_of(command),
-        usage=f"cotrain {command} --model M [--drafter D] [--config FILE] [--resume NAME] [key=value ...] {rest}",
-        epilog=f"Fields of the configuration\n===========================\n{help_text(root=SidecarConfig)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    usage = f"cotrain {command} --model M [--drafter D] [--config FILE] [--resume NAME] [key=value ...] {rest}"
+    parser = CommandParser(command, SidecarConfig, usage=usage)
     parser.add_argument("--model", metavar="M", help="the policy, as your trainer or server names it")
     text = f"{', '.join(KINDS)}, or first weights: a folder or models:/NAME@serving (default eagle3, random weights)"
     parser.add_argument("--drafter", metavar="D", help=text)

@@ -1,7 +1,7 @@
 """A finished run as the measured base of a simulation: its records become a SYSTEM.toml, and are checked on the run itself."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ class Run:
 
     def only(self, steps: Collection[int]) -> "Run":
         """Return only what was recorded of these steps."""
-        tables = {name: getattr(self, name) for name in ("engine_steps", "drafts", "groups", "times")}
-        return replace(self, **{name: table[table["step"].isin(steps)] for name, table in tables.items()})
+        tables = self.engine_steps, self.drafts, self.groups, self.times
+        return Run(self.config, *(table[table["step"].isin(steps)] for table in tables))
 
     @property
     def busiest(self) -> pd.Series:
@@ -78,13 +78,9 @@ def recorded(folder: Path) -> Run:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        if rows := read_rows(path):
-            return rows
-        said = "missing or empty"
-    except ValueError as error:
-        said = f"damaged ({error})"
-    raise ValueError(f"{path}: it is {said}; run it again in this version, or give a SYSTEM.toml")
+    if rows := read_rows(path):
+        return rows
+    raise ValueError(f"{path}: it is missing or empty; run it again in this version, or give a SYSTEM.toml")
 
 
 def step_times(run: Run) -> tuple[dict[tuple[int, int], float], float | None]:

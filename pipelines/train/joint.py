@@ -55,10 +55,8 @@ def train(config: RunConfig, resume: bool) -> int:
             nodes = run.Nodes(cluster, config.name)
             stack.callback(nodes.close)
             nodes.check(run_dir.config, config.policy.model)
-            tokenizer, roles, tracker = run.start_roles(
-                config, cluster, nodes, run_dir, state,
-                lambda: stack.enter_context(run.open_tracker(config, run_dir, state, console)),
-            )  # fmt: skip
+            opened = lambda: stack.enter_context(run.open_tracker(config, run_dir, state, console))
+            tokenizer, roles, tracker = run.start_roles(config, cluster, nodes, run_dir, state, opened)
         roles.engines.set_num_speculative_tokens(None)  # the engines choose, if they may
         console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
         order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)

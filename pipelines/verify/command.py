@@ -18,16 +18,16 @@ from drafters.base import SamplingParams
 from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
+from pipelines.help import CommandParser
 from pipelines.page.page import Section, write_page
 from pipelines.verify.checks import Plan, Verifier, perturbed, target_distributions
-
-DESCRIPTION = "Is speculation on this engine lossless? Greedy identity and statistical tests of sampled tokens."
 
 NUM_PROMPTS = 64
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cotrain verify", description=DESCRIPTION)
+    """The options of `cotrain verify`."""
+    parser = CommandParser("verify")
     parser.add_argument("--config", metavar="CONFIG", help="model, prompts, sampling, k and dtype of this run")
     engines.add_engine_options(parser, "verify", tokens=48)
     text = "draft from what was generated before, in place of a drafter (default with [rollout.history] in --config)"
@@ -73,9 +73,8 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
     args.model = args.model or (config.policy.model if config else None)
     history = args.history or (configured.history is not None and not args.drafter)
     if not args.model or history == bool(args.drafter):
-        raise ValueError(
-            "--model, --drafter: give a model, which a --config names too, and either a drafter or --history"
-        )
+        fix = "give a model, which a --config names too, and either a drafter or --history"
+        raise ValueError(f"--model, --drafter: {fix}")
     args.k, args.dtype = args.k or configured.num_speculative_tokens, args.dtype or configured.dtype
     samplings: tuple[SamplingParams, ...] = STANDARD_SAMPLINGS
     if config and configured.temperature > 0:  # greedy text is always checked

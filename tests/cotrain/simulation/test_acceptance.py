@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cotrain.simulation.acceptance import Acceptance
+from cotrain.simulation.generation import Acceptance
 
 
 @pytest.mark.parametrize(("length", "k"), [(1.0, 1), (1.5, 1), (2.0, 1), (2.08, 3), (4.0, 3), (1.0, 5), (7.9, 7)])

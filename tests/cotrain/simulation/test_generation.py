@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.simulation.acceptance import Acceptance
-from cotrain.simulation.generation import generate
+from cotrain.simulation.generation import Acceptance, generate
 from cotrain.simulation.step_time import Array, MeasuredCells
 
 

@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries, known
+from cotrain.config.errors import validated
+from cotrain.simulation.roofline import CalibratedRoofline, Engine, Hardware, Model, Roofline, entries
+from cotrain.simulation.system import RooflineCost
 
 GPUS, MODELS = entries("gpus"), entries("models")
 H100, GB200, SMALL = GPUS["h100-sxm"], GPUS["gb200"], MODELS["Qwen3-8B"]
@@ -175,8 +177,9 @@ def test_a_measured_step_that_is_too_short_for_its_context_is_refused() -> None:
 
 
 def test_names_are_those_of_the_hub_or_answered_with_the_known_ones() -> None:
-    assert known("models", "Qwen/Qwen3-8B") == known("models", "Qwen3-8B") == "Qwen3-8B"
+    for name in ("Qwen/Qwen3-8B", "Qwen3-8B"):
+        assert validated(RooflineCost, {"type": "roofline", "gpu": "gb200", "model": name}).model == "Qwen3-8B"
     with pytest.raises(
         ValueError, match=r"'Qwen/Qwen3-9B' is not known.*Llama-3\.1-8B.*\[cost\.models\.NAME\]; did you mean"
     ):
-        known("models", "Qwen/Qwen3-9B")
+        validated(RooflineCost, {"type": "roofline", "gpu": "gb200", "model": "Qwen/Qwen3-9B"})

@@ -24,7 +24,7 @@ from benchmarks.simulator_validation import (
     text,
 )
 from cotrain.simulation.roofline import entries
-from pipelines.simulate.report import BLIND, MEASURED
+from pipelines.simulate.command import BLIND, MEASURED
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_the_remedy_is_below_what_was_found() -> None:
 
 
 def test_the_configuration_of_the_short_run_is_a_sound_one(tmp_path: Path) -> None:
-    check_run(load_config([], [*engine.RUN, f"run_root={tmp_path}"]))
+    check_run(load_config([], [*engine.RUN, *engine.DRAFTER, f"run_root={tmp_path}"]))
 
 
 def test_on_several_gpus_the_short_run_has_two_learner_processes(
