@@ -8,7 +8,7 @@ from cotrain.models.capability import has_gated_delta_net
 from cotrain.models.loading import CPU_BLOCK_TOKENS
 from cotrain.records import Versions
 from drafters.base import ServingSpec
-from drafters.files import read_config
+from drafters.files import read_config, text_fields
 
 PACKAGE = "cotrain.engine"
 """vLLM imports our classes by name in its own process; importing them here as well would only take time."""
@@ -47,11 +47,11 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """
     from vllm.platforms import current_platform
 
-    rollout, on_cpu = spec.rollout, current_platform.is_cpu()
+    rollout, on_cpu, policy = spec.rollout, current_platform.is_cpu(), read_config(spec.model_path)
     arguments: dict[str, Any] = {
         "max_num_seqs": rollout.max_num_seqs,
         # vLLM copies the states of linear attention with Triton kernels only
-        "enable_prefix_caching": not has_gated_delta_net(read_config(spec.model_path)),
+        "enable_prefix_caching": not has_gated_delta_net(policy),
         "model": spec.model_path,
         "dtype": rollout.dtype,
         "seed": spec.seed,
@@ -66,7 +66,11 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
         # A prompt is found in the prefix cache by whole blocks, and vLLM's 128 tokens are more than many prompts have.
         arguments |= CPU_ARGUMENTS | {"block_size": CPU_BLOCK_TOKENS}
-    if "text_config" in read_config(spec.model_path):
+        if "kv_lora_rank" in text_fields(
+            policy
+        ):  # latent attention; the copies of vLLM's AMX backend are not read back
+            arguments["attention_backend"] = "CPU_MLA"
+    if "text_config" in policy:
         arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # its image encoder is neither loaded nor updated
     if (ranks := rollout.tensor_parallel_size) > 1:
         if not on_cpu and (num_gpus := current_platform.device_count()) < ranks:

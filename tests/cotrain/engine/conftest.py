@@ -140,6 +140,7 @@ def serve(vllm_process: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
             enforce_eager=True,
             skip_tokenizer_init=True,
             speculative_config=speculation,
+            attention_backend="CPU_MLA" if "latent attention" in architecture else None,  # as cotrain's engines
         ).create_engine_config()
         with set_current_vllm_config(config):
             model = get_model(vllm_config=config)

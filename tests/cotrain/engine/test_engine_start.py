@@ -92,6 +92,13 @@ def test_a_wrapper_of_a_language_model_is_served_without_images(tmp_path: Path) 
     assert arguments["enable_prefix_caching"] is False  # of the language model's linear attention
 
 
+def test_latent_attention_has_a_backend_whose_copies_are_read_back(tmp_path: Path) -> None:
+    """On whichever CPU: on one with AMX, vLLM would take another."""
+    assert "attention_backend" not in engine_arguments(spec_of(tmp_path))
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    assert engine_arguments(spec_of(tmp_path))["attention_backend"] == "CPU_MLA"
+
+
 def test_the_draft_length_is_the_schedulers(tmp_path: Path) -> None:
     arguments = engine_arguments(spec_of(tmp_path))
     assert arguments["max_num_seqs"] == 8
