@@ -270,6 +270,8 @@ class DatasetTask(TaskConfig):
     """Column of the prompt when its name is not prompt, messages or question."""
     answer_column: str | None = None
     """Column of the answer when its name is none of those in the three schemas."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used, and count them. By default they are listed, and nothing starts."""
     reward: str = "math_verify"
     """exact, numeric, math_verify, or a function (prompt, response, answer) -> float as package.module:function."""
 

@@ -209,10 +209,7 @@ def no_noise(original: Any, probs: Tensor, *rest: Any) -> Tensor:
 
 @in_place_of(DRAFTING, "sample_with_exponential_noise")
 def draw_draft_tokens(original: Any, probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw draft tokens with the plain sampler's kernel, for the same reason and as long as `draw_recovered_tokens` does.
-
-    probs [B, V] -> [B].
-    """
+    """Draw draft tokens [B] from probs [B, V] with the plain sampler's kernel, as long as `draw_recovered_tokens` does."""
     return draw(probs)
 
 

@@ -208,10 +208,7 @@ class RolloutEngine(UpdatableEngine):
         )
 
     async def _take_features(self, rollouts: dict[str, Rollout]) -> tuple[list[str], dict[str, float]]:
-        """Write the features of tapped rollouts that have ended, and free their room.
-
-        Returns the files written (none or one) and statistics.
-        """
+        """Write and free the features of tapped rollouts that have ended. Returns files (none or one) and statistics."""
         if not rollouts:
             return [], {}
         sequences = {}

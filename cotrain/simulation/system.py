@@ -22,7 +22,7 @@ from drafters.config import BLOCK_DRAFTERS, Section
 HEADS = ("eagle3", "mtp", *BLOCK_DRAFTERS)
 """Drafters whose shape follows from the policy's."""
 
-Cells = tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]
+Cells = tuple[tuple[NonNegativeInt, PositiveInt, PositiveFloat], ...]  # (draft length, batch size, ms of a step)
 
 
 def seconds_by_cell(cells: Cells) -> dict[tuple[int, int], float]:

@@ -1,6 +1,7 @@
 """Prompts from a dataset file, folder or hub id, in any of the three schemas of docs/guide/tasks.md."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from cotrain.config.schema import DatasetTask
 from cotrain.records import Prompt
 from cotrain.tasks.prompts import chat_messages, encode_prompt, split_question
 from cotrain.tasks.rewards import REWARDS, check_answer
+
+log = logging.getLogger(__name__)
 
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 GSM8K_ANSWER = re.compile(r"(?<!#)####(?!#)([^\n]*)\s*$")
@@ -22,7 +25,8 @@ def read_prompts(config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: 
     """Read and check all prompts of a dataset at once.
 
     tokenizer: also check that every prompt can be encoded, in max_prompt_tokens at most. Raises ValueError naming the field of
-    [task] and, for a column, the ones that the dataset has. All rows that cannot be used are listed together.
+    [task] and, for a column, the ones that the dataset has. All rows that cannot be used are listed together, unless
+    task.skip_bad_rows leaves them out: then a warning counts them.
     """
     from datasets import Value
 
@@ -40,16 +44,22 @@ def read_prompts(config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: 
                 answer = _read_answer(row[answer_column])
             check_answer(config.reward, answer)
             messages = chat_messages(messages, config.instruction, config.system_prompt)
-            prompts.append(Prompt(f"{Path(config.path).stem}-{index}", messages, answer))
+            prompt = Prompt(f"{Path(config.path).stem}-{index}", messages, answer)
             if tokenizer is not None:
-                encode_prompt(tokenizer, prompts[-1], max_prompt_tokens)
+                encode_prompt(tokenizer, prompt, max_prompt_tokens)
+            prompts.append(prompt)
         except ValueError as error:
             bad.append(f"row {index}: {error}")
-    if bad:
+    count = f"{len(bad):,} of the {len(rows):,} rows of {config.path}"
+    if bad and not (config.skip_bad_rows and prompts):
         more = [f"and {len(bad) - MOST_LISTED:,} more"] if len(bad) > MOST_LISTED else []
-        head = f"task.path: {len(bad):,} of the {len(rows):,} rows of {config.path} cannot be used:"
-        fix = "mend or remove them, or change the field that a line names"
+        fix = (
+            "mend or remove them, change the field that a line names, or leave them out with task.skip_bad_rows = true"
+        )
+        head = f"task.path: {count} cannot be used:"
         raise ValueError("\n      ".join([head, *bad[:MOST_LISTED], *more, fix]))
+    if bad:
+        log.warning("left out: %s, such as %s", count, bad[0])
     return prompts
 
 

@@ -276,9 +276,19 @@ def test_all_bad_rows_are_listed_at_once_whatever_is_wrong_with_them(mixed, mode
         "row 11: its answer 'twelve' is not wholly one number, as task.reward = 'numeric' needs",
         "row 19: the chat template raises TemplateError: no tools",
     ]
-    assert "mend or remove them" in fix
+    assert "task.skip_bad_rows = true" in fix
     with pytest.raises(ValueError, match=r"\n +row 9: .*\n +and 10 more\n"):
         checked(mixed, model, limit=0)
+
+
+def test_bad_rows_are_left_out_on_request_and_counted(mixed, model, caplog):
+    task = checked(mixed, model, skip_bad_rows=True)
+    assert len(task) == SIZE - 4
+    assert [task[i].id for i in (2, 3, 15)] == ["mixed-2", "mixed-4", "mixed-18"]
+    [said] = caplog.messages
+    assert said.startswith(f"left out: 4 of the 20 rows of {mixed}, such as row 3: prompt mixed-3 has 41 tokens")
+    with pytest.raises(ValueError, match="20 of the 20 rows"):
+        checked(mixed, model, limit=0, skip_bad_rows=True)
 
 
 def test_the_limit_counts_what_the_run_encodes(tmp_path, model):
