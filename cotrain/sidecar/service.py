@@ -103,6 +103,8 @@ class DrafterService:
         for name, state in self._intake.engines.items():
             about = f": process {state.pid}, vLLM {state.vllm}, {state.dtype}"
             said[name] = f"engine {name}{about if state.reason is None else f' drafts nothing: {state.reason}'}"
+            if self._pending is None and (why := state.refused.get(self._engines.version or 0)):  # others have taken it
+                said[name + why] = f"engine {name} keeps drafter {state.drafter_version} and refuses the new one: {why}"
             if state.reason is None and name not in self._said:
                 self._prepared.trainer.serve_as(state.dtype)
                 if self._engines.version != (serving := self._engines.current.versions.drafter):

@@ -133,11 +133,10 @@ def test_a_refused_drafter_is_taken_back_everywhere_and_a_dead_engine_is_not_wai
     willing, other = Host(service.spool, tiny), Host(service.spool, tiny, "e1", process, refuses=(1,))
     first, seed = willing.drafter.state_dict()["fc.weight"].clone(), 0
     while not willing.has_news:
-        rounds = len(service.rows())
-        willing.wave(seed)
-        service.until(lambda rounds=rounds: len(service.rows()) > rounds)
+        play(service, willing, 1, first_seed=seed)
         seed += 1
-    for host in (willing, other):
+    willing.follow()
+    for host in (other, willing):  # what only the willing one had said would be enough to keep the drafter
         host.follow()
         host.report()
     assert (willing.drafter_version, other.drafter_version) == (1, 0)
@@ -156,6 +155,25 @@ def test_a_refused_drafter_is_taken_back_everywhere_and_a_dead_engine_is_not_wai
     assert published[0] >= 2 and "alarm" not in [event["kind"] for event in decisions]
     after = next(row for row in service.rows() if row["step"] == refused["step"] + 1)
     assert after["versions/drafter"] == 0
+
+
+def test_an_engine_that_was_idle_and_refuses_what_others_serve_is_named(config, tiny, capsys):
+    service = Service(config)
+    willing, idle = Host(service.spool, tiny), Host(service.spool, tiny, "e1", refuses=(1,))
+    seed = 0
+    while not willing.has_news:
+        play(service, willing, 1, first_seed=seed)
+        seed += 1
+    willing.follow()
+    willing.report()
+    service.until(lambda: [event for event in service.decisions() if event["kind"] == "published"])
+    idle.follow()
+    idle.report()
+    text = "engine e1 keeps drafter 0 and refuses the new one: fc.weight has non-finite values"
+    said = service.says(capsys, text)
+    service.end()
+    assert (said + capsys.readouterr().out).count(text) == 1
+    assert [event["kind"] for event in service.decisions()] == ["published"], "the others keep it"
 
 
 def test_a_round_begins_when_it_can_be_judged_and_counts_what_is_its_own(config, tiny):
