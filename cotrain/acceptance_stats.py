@@ -34,10 +34,8 @@ def total_counts(counts: Iterable[SpeculationCounts | None]) -> SpeculationCount
 
 
 def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
-    """Count verification steps by depth in the response: [one of DEPTHS, draft tokens, accepted ones, steps] each.
-
-    Depth is found by counting back from the end of the response, because drafting pauses, if ever, while the batch is large.
-    """
+    """Count verification steps by depth in the response: [one of DEPTHS, draft tokens, accepted ones, steps] each. Depth is
+    found by counting back from the end of the response, because drafting pauses, if ever, while the batch is large."""
     parts = [np.empty((0, 3), np.int64)]
     for rollout in rollouts:
         steps = np.fromiter(chain.from_iterable(rollout.verification_steps), np.int64).reshape(-1, 2)

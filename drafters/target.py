@@ -49,7 +49,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Sizes of a Llama-style model."""
+    """Sizes of a Llama-style model: the fields of its config.json that a drafter's layers depend on."""
 
     model_type: str
     vocab_size: int

@@ -1,5 +1,6 @@
 """Rules of the code base that no single module can keep."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -95,3 +96,22 @@ def test_every_planted_fault_has_its_place_in_the_source() -> None:
     faults = tomllib.loads((ROOT / "benchmarks/planted_faults.toml").read_text())["fault"]
     lost = [f["name"] for f in faults if (ROOT / f["file"]).read_text().count(f["find"]) != 1]
     assert lost == []
+
+
+def test_a_class_of_more_than_12_attributes_says_why() -> None:
+    """The reason is a sentence of its docstring about its attributes or fields."""
+    silent = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef) or len(attributes_of(node)) <= 12:
+                continue
+            if not re.search(r"\battributes?\b|\bfields?\b", ast.get_docstring(node) or ""):
+                silent.append(f"{relative(path)} {node.name}")
+    assert silent == []
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """Names of the fields that a class declares, and of those that its methods assign."""
+    names = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    assigned = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    return names | {one.attr for one in assigned if isinstance(one.value, ast.Name) and one.value.id == "self"}

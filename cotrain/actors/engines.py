@@ -94,10 +94,8 @@ class RolloutEngines(Replicas):
     def begin_generate(
         self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int] = (0, 1)
     ) -> Any:
-        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch.
-
-        tap, together: see RolloutEngine.generate.
-        """
+        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch. tap,
+        together: see RolloutEngine.generate."""
         return self.begin(engine, RolloutEngine.generate, requests, tap, together).reference
 
     # -- history -----------------------------------------------------------------------------------------------------
@@ -170,10 +168,8 @@ class RolloutEngines(Replicas):
     def update_drafter(
         self, payload: WeightPayload, drafter_version: int, expected_rates: Sequence[float] | None = None
     ) -> SwapReport:
-        """Serve new drafter weights on all engines, or on none. expected_rates: see RolloutEngine.update_drafter.
-
-        All engines check the weights before one loads them. Raises WeightUpdateRefused; all engines then keep what they had.
-        """
+        """Serve new drafter weights on all engines, or on none. expected_rates: see RolloutEngine.update_drafter. All
+        engines check the weights before one loads them. Raises WeightUpdateRefused; all engines then keep what they had."""
         self._current.record_attempt(drafter_version)
         if len(self.in_dispatch) > 1:
             _, refusal = self._update(RolloutEngine.check_drafter, payload)
@@ -198,9 +194,7 @@ class RolloutEngines(Replicas):
         **options: P.kwargs,
     ) -> tuple[dict[int, T], WeightUpdateRefused | None]:
         """Bring the payload's file to each engine's node, to all at once, and call this method of all engines with it.
-
-        Returns what `results` does. An engine whose node is gone is quarantined.
-        """
+        Returns what `results` does. An engine whose node is gone is quarantined."""
         nodes, begun = dict.fromkeys(self.node_of[engine] for engine in self.in_dispatch), dict[int, Reply[T]]()
         coming = {node: self._nodes.begin_bring(payload.path, node) for node in nodes}
         for engine in self.in_dispatch:

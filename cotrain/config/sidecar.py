@@ -22,7 +22,8 @@ from drafters.config import Section
 
 
 class SidecarConfig(Section):
-    """A drafter trained beside a host's engines. A step is a training round on drafter.batch_tokens new tokens or more."""
+    """A drafter trained beside a host's engines, with the fields and tables of a run that it needs. A step is a training round on
+    drafter.batch_tokens new tokens or more."""
 
     name: Annotated[str, Field(pattern=NAME, json_schema_extra={"default": "sidecar-TIME"})] = Field(
         default_factory=lambda: time.strftime("sidecar-%Y%m%d-%H%M%S")

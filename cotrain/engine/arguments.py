@@ -117,8 +117,6 @@ def scheduler_for(is_asynchronous: bool) -> str:
 
 def graph_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int]:
     """Return the numbers of rows that CUDA graphs are captured for: up to max_num_seqs requests, with and without drafts.
-
-    vLLM's own list ends at 512 rows, and larger steps run without a graph, such as 256 requests with 2 draft tokens each.
-    """
+    vLLM's own list ends at 512 rows, and larger steps run without a graph, such as 256 requests with 2 draft tokens each."""
     requests = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
     return sorted({n * rows for n in requests if n <= max_num_seqs for rows in (1, num_speculative_tokens + 1)})

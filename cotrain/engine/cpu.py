@@ -358,10 +358,8 @@ def apply_patches() -> None:
 
 
 def correct() -> None:
-    """Apply the patches if this is a CPU build, whatever its version. Each is applied once a process.
-
-    Raises AttributeError or ImportError when a function that one of them replaces is missing.
-    """
+    """Apply the patches if this is a CPU build, whatever its version. Each is applied once a process. Raises AttributeError
+    or ImportError when a function that one of them replaces is missing."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

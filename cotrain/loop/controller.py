@@ -25,7 +25,7 @@ from cotrain.policy.losses import group_advantages
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.publish.decision import Outcome
-from cotrain.records import RolloutBatch, ScoredRollout, Versions, WeightPayload
+from cotrain.records import RolloutBatch, ScoredRollout, SwapReport, Versions, WeightPayload
 from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
@@ -134,7 +134,7 @@ class Controller:
         speculates = self.config.speculates and self.mode is None
         taps = speculates and self.roles.drafter is not None
         self.producer.admit(tap_share(self.config, self.last_rollouts) if taps else 0.0)
-        metrics = self.producer.metrics()
+        stream = self.producer.metrics()
         with clock.phase(waiting := "wait_for_rollouts" if lag else "generate"):
             groups = self.roles.reactor.until(self._take)
         clock.seconds["reward_queue"] = min(reward_queue_s(groups), clock.seconds[waiting])
@@ -145,21 +145,19 @@ class Controller:
         if taps:
             self.checks.features(batch, served.policy, clock)
         outcomes, lossless = self._check_distribution(step, scored, clock) if speculates else ([], {})
-        metrics |= lossless
-        if self.config.rollout.history is not None:
-            metrics |= self.roles.engines.history_metrics()
+        history = self.roles.engines.history_metrics() if self.config.rollout.history is not None else {}
         with clock.phase("learn"):
             outcome, learned, payload = self._learn(step, scored, batch, clock)
         self.checks.log_probs(step, learned, max(served.policy - r.segments[0].versions.policy for r in rollouts))
+        swaps: dict[str, SwapReport] = {}
         if payload is not None:
             with clock.phase("swap_policy"):
-                metrics |= self._swap_policy(step, payload)
+                swaps["policy"] = self._swap_policy(step, payload)
         self.producer.release()
         if outcome is not None:
             outcomes.append(outcome)
             if outcome.swap is not None:
-                metrics |= {"drafter/swap_s": outcome.swap.seconds, "drafter/swap_bytes": outcome.swap.num_bytes}
-                event = outcome.events[-1]
+                swaps["drafter"], event = outcome.swap, outcome.events[-1]
                 folder, data = self.run_dir.drafter(event.version), f"{self.config.name}:rollouts to step {step - 1}"
                 tags = {"data_fingerprint": data, "decision": event.reason}
                 self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
@@ -171,10 +169,22 @@ class Controller:
                 self._checkpoints.begin(self._snapshot(state))
                 if last:  # no step follows in which the roles could write
                     self._checkpoints.wait()
-        metrics |= learned | self._checkpoints.metrics()
-        seconds = clock.seconds | {"step": clock.step_seconds}
-        prompts = {group.prompt.id: group.prompt for group in groups}
-        return StepResult(step, served, scored, prompts, batch, engine_steps, outcomes, metrics, seconds)
+        return StepResult(
+            step=step,
+            served=served,
+            scored=scored,
+            prompts={group.prompt.id: group.prompt for group in groups},
+            batch=batch,
+            engine_steps=engine_steps,
+            stream=stream,
+            lossless=lossless,
+            history=history,
+            outcomes=outcomes,
+            learned=learned,
+            swaps=swaps,
+            saved=self._checkpoints.metrics(),
+            seconds=clock.seconds | {"step": clock.step_seconds},
+        )
 
     def _take(self) -> list[Group] | None:
         self._checkpoints.poll()
@@ -246,7 +256,7 @@ class Controller:
             metrics = metrics | self._training.metrics()
         return outcome, metrics, payload
 
-    def _swap_policy(self, step: int, payload: WeightPayload) -> dict[str, float]:
+    def _swap_policy(self, step: int, payload: WeightPayload) -> SwapReport:
         drafter, nodes, version = self.roles.drafter, self.roles.nodes, self.versions.policy + 1
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
@@ -254,7 +264,7 @@ class Controller:
             self._heads = drafter.begin(DrafterTrainer.set_target_weights, path, version)
         swap = self.roles.engines.update_policy(payload, version)
         self.records.event(step, "policy swapped", version=version)
-        return {"policy/swap_s": swap.seconds, "policy/swap_bytes": swap.num_bytes}
+        return swap
 
     def _report(self, result: StepResult) -> None:
         """Record a step that has ended."""

@@ -16,7 +16,7 @@ from cotrain.engine.engine import RolloutEngine
 from cotrain.loop.roles import Roles
 from cotrain.process.failures import RunFailure
 from cotrain.publish.decision import Outcome
-from cotrain.records import GainReport, Prompt, Rollout, RolloutBatch, ScoredRollout, StepTotal, Versions
+from cotrain.records import GainReport, Prompt, Rollout, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
 from cotrain.run.console import Console
 from cotrain.run.step_metrics import lag_metrics, rollout_metrics
 from cotrain.transport.nodes import Coming
@@ -122,7 +122,7 @@ def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step that has ended."""
+    """A step that has ended. It has a field for each source, so that a metric can be followed to what measured it."""
 
     step: int
     served: Versions  # the versions in force when the step began
@@ -130,9 +130,13 @@ class StepResult:
     prompts: dict[str, Prompt]  # the prompts of these rollouts by id
     batch: RolloutBatch  # what the engines have generated and measured since the last window
     engine_steps: dict[int, list[StepTotal]]  # by engine
+    stream: dict[str, float]  # metrics of the groups in flight when the step began
+    lossless: dict[str, float]  # metrics of a check of the distribution
+    history: dict[str, float]  # metrics of the index, where engines draft from history
     outcomes: list[Outcome]  # what was decided about the drafter, in order
-    metrics: dict[str, float]
-    """Those of the groups in flight, a check of the distribution, the history, all learning, weight updates and checkpoints."""
+    learned: dict[str, float]  # metrics of the policy's update and of the drafter's training
+    swaps: dict[str, SwapReport]  # weight updates by role
+    saved: dict[str, float]  # metrics of the newest checkpoint
     seconds: dict[str, float]  # duration of each phase; "step" is the whole step
 
     def row(self, config: RunConfig) -> dict[str, float]:
@@ -144,7 +148,9 @@ class StepResult:
         row["policy/groups_with_signal"] = len({one.rollout.prompt_id for one in self.scored if one.advantage}) * 1.0
         for outcome in self.outcomes:
             row |= outcome.metrics
-        row |= self.metrics
+        row |= self.stream | self.lossless | self.history | self.learned | self.saved
+        for role, swap in self.swaps.items():
+            row |= {f"{role}/swap_s": swap.seconds, f"{role}/swap_bytes": swap.num_bytes}
         row |= {"versions/policy": self.served.policy, "versions/drafter": self.served.drafter}
         row |= {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         span, step_s = batch.seconds if lags else self.seconds["step"], self.seconds["step"]

@@ -25,7 +25,7 @@ with inputs and outputs of matrix products and six passes of small kernels."""
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU: bytes, bytes and dense bf16 operations per second by the data sheet, and fitted constants, by default an H100's.
+    """A GPU: fields of its data sheet in bytes, bytes/s and dense bf16 operations/s, and fitted constants, an H100's by default.
 
     A matrix product takes (moving^sharpness + computing^sharpness)^(1 / sharpness), where moving and computing are the times of its
     bytes and operations by the data sheet, each divided by its efficiency. A layer takes layer_s for launches and small kernels, and
@@ -64,7 +64,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder with gated feed-forward layers. With experts, `intermediate` is the width of one expert."""
+    """A decoder with gated feed-forward layers, its fields those of a config.json. With experts, `intermediate` is the width of one."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     layers: NonNegativeInt

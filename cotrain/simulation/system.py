@@ -43,7 +43,7 @@ class EnginesConfig(Section):
 
 
 class RooflineCost(Section):
-    """Step times from data sheets, shapes, and constants fitted to measured operators."""
+    """Step times from data sheets, shapes, and constants fitted to measured operators. Its fields describe a whole system."""
 
     type: Literal["roofline"]
     """Where step times come from."""

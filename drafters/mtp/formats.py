@@ -21,7 +21,7 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """How one family of models stores its MTP head, and what the head computes."""
+    """How one family of models stores its MTP head, and what the head computes: a field for each way in which families differ."""
 
     architecture: str  # in the drafter's config.json, by which vLLM recognises the head
     model_type: str  # likewise
