@@ -3,7 +3,7 @@
 It makes vLLM's LLM, reads one command per line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
 to the file descriptor ANSWERS. OPTION is "without corrections", "dummy" (the policy has no weights before
 `fill`), "reports often" (an engine in this very process, every REPORT_SECONDS) or "interpreted" (so does Triton's interpreter, with a
-function FAULT that raises).
+function FAULT that raises), or "asynchronous" (as "reports often", with vLLM's asynchronous scheduling, which it uses on GPUs).
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -54,6 +54,10 @@ class Host:
     def end(self) -> None:
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
+
+    def schedules_ahead(self) -> bool:
+        """Does vLLM schedule a step while the one before runs?"""
+        return self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
 
     def counts(self) -> dict[str, int]:
         """vLLM's own counts."""
@@ -162,20 +166,24 @@ def running_host(
         process.wait()
 
 
-def main(descriptor: int, model: str, *options: str) -> None:
+def main(stack: ExitStack, descriptor: int, model: str, *options: str) -> None:
     if "interpreted" in options:
         from tests.engine.interpreted_triton import interpret
 
         interpret()
         for fault in options[1:]:
             patch(fault, side_effect=RuntimeError("planted"), __name__=fault.rpartition(".")[2]).start()
+    elif "asynchronous" in options:
+        from tests.engine.async_on_cpu import scheduling_is_asynchronous
+
+        stack.enter_context(scheduling_is_asynchronous())
     elif "without corrections" in options:
         import cotrain.engine.cpu
 
         cotrain.engine.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
         host = Host(model, *(option for option in options if option == "dummy"))
-        if {"reports often", "interpreted"}.intersection(options):
+        if {"reports often", "interpreted", "asynchronous"}.intersection(options):
             from cotrain.engine.host import scheduling, worker
 
             scheduling.REPORT_SECONDS = worker.REPORT_SECONDS = REPORT_SECONDS
@@ -186,4 +194,5 @@ def main(descriptor: int, model: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    with ExitStack() as stack:
+        main(stack, int(sys.argv[1]), *sys.argv[2:])

@@ -21,7 +21,6 @@ MARK = "cotrain_adopted"  # attribute of an adopted engine's SchedulerConfig, wh
 
 HOST_HAS_SET = {
     "speculative_config": "an engine has one proposer: leave it out",
-    "async_scheduling": "a preempted request that speculates would read memory that is not its own: leave it out",
     "logits_processors": "vLLM refuses them beside speculation",
     "enable_lora": "the drafter learns from one set of weights: merge the adapter",
     "quantization": "the drafter needs the plain weights of the output head",
@@ -47,7 +46,7 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         remove_leftovers(spool.folder.parent, Path("/dev/shm"))
         settings = check_arguments(args, spool)
         loading = {"draft_load_config": {"load_format": "auto"}}  # hosts such as verl load their policy as "dummy"
-        ours.speculative_config, ours.async_scheduling = settings.speculative_config | loading, False
+        ours.speculative_config = settings.speculative_config | loading
         config = original(ours, *rest, **options)
         check_config(config)
         setattr(config.scheduler_config, MARK, True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cotrain.engine.host.breaker import Breaker
+from cotrain.engine.interface import attached
 from cotrain.engine.scheduling import WatchedScheduler, draft_lengths_of, step_of, verified
 from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
 from cotrain.records import GainReport
@@ -19,8 +20,10 @@ REPORT_SECONDS = 1.0
 class Stamp(NamedTuple):
     """What the scheduler tells the worker with a step: what to do before it, and what to report."""
 
+    number: int  # of the step
     tapped: dict[str, TapRequest]
-    generated: dict[str, int]  # response tokens so far of each tapped request that has not ended
+    before: list[tuple[int, dict[str, int]]]
+    """Numbers of steps whose output has come since the last stamp, and the response tokens before them of each tapped request."""
     finished: list[tuple[list[int], tuple[float, float, int], Finished]]
     """Tapped requests that have ended: token ids up to the true end, (temperature, top-p, top-k), facts for the trainer."""
     offer: Offer | None  # the drafter that serves from this step on, if it is another one
@@ -33,7 +36,7 @@ class Stamp(NamedTuple):
 class Decisions:
     """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted.
 
-    Its 15 attributes are what these decisions and the stamp's reports need from step to step.
+    Its 16 attributes are what these decisions and the stamp's reports need from step to step.
     """
 
     def __init__(self, spool: Spool, scheduler: Any):
@@ -45,6 +48,7 @@ class Decisions:
         self._admission, self._share = Admission(settings.max_bytes, row_size, config.instance_id), settings.share
         self._state, self._seen = spool.engine(config.instance_id).state, dict[Path, tuple[int, int]]()
         self._attached, self._offer, self._is_new, self._reported = False, Offer(), False, 0.0
+        self._number, self._before = 0, list[tuple[int, dict[str, int]]]()
         self._steps: dict[str, list[tuple[int, int]]] = {}  # verification steps of the tapped requests
         self._finished, self._counts = list[Any](), Counter[str]()
 
@@ -76,12 +80,18 @@ class Decisions:
         self._counts["tapped"] += len(tapped)
         self._steps |= {name: [] for name in tapped}
         finished, self._finished = self._finished, []
-        generated = {name: self._requests[name].num_output_tokens for name in self._admission.tapped}
+        before, self._before = self._before, []
+        self._number += 1
         counts, dropped = self._counts.copy(), self._admission.dropped.copy()
-        return Stamp(tapped, generated, finished, offer, gain, counts, dropped, hooks_off)
+        return Stamp(self._number, tapped, before, finished, offer, gain, counts, dropped, hooks_off)
 
-    def observe(self, output: Any, sampled: Any) -> None:
-        """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end."""
+    def observe(self, number: int, output: Any, sampled: Any) -> None:
+        """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end.
+
+        number: of the step's stamp. With asynchronous scheduling the next step has its stamp already.
+        """
+        tapped = self._admission.tapped.keys() & self._requests.keys()
+        self._before.append((number, {name: self._requests[name].num_output_tokens for name in tapped}))
         step = step_of(output, sampled)
         self._draft_lengths.observe(step)
         drafts = verified(output, sampled)
@@ -142,7 +152,8 @@ class HostScheduling(WatchedScheduler):
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
-        self._ask(Decisions.observe, output, sampled)
+        if (stamp := attached(output)) is not None:
+            self._ask(Decisions.observe, stamp.number, output, sampled)
 
     def cotrain_pause(self) -> None:
         self._ask(Decisions.pause)

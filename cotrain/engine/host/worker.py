@@ -76,6 +76,7 @@ class WorkerSidecar:
         self._worker, self._settings, self._breaker = worker, settings, Breaker()
         self._shards, self._writer = Shards(engine, settings.max_bytes), ThreadPoolExecutor(1, "cotrain-features")
         self._live: dict[str, list[tuple[Versions, int]]] = {}  # segments of tapped requests: versions, tokens before
+        self._changed: dict[int, Versions] = {}  # versions that serve from a step on, until its output has come
         self._reported = 0.0
         cpu.correct()
         draft, kept = worker.speculative_config.draft_model_config, engine.folder / "kept" / "drafter"
@@ -100,7 +101,7 @@ class WorkerSidecar:
         stamp: Stamp | None = attached(scheduler_output)
         self._hook.draft_length = None if stamp is None else scheduler_output.num_spec_tokens_to_schedule
         if stamp is not None:
-            for prepare in (self._take, self._follow_policy, self._swap, self._tap, self._report):
+            for prepare in (self._begin_segments, self._take, self._follow_policy, self._swap, self._tap, self._report):
                 self._breaker.call(prepare, stamp, scheduler_output)
         return execute(scheduler_output, *args, **kwargs)
 
@@ -110,9 +111,9 @@ class WorkerSidecar:
         for token_ids, sampling, finished in stamp.finished:
             if (segments := self._live.pop(finished.name, None)) is not None:
                 earlier = tuple(Segment(before, first, end) for (before, first), (_, end) in pairwise(segments))
-                asked = SamplingParams(*sampling, method)
-                known = finished.name, token_ids, finished.prompt_length, self._policy.version, asked, layers
-                take = functools.partial(self._hook.take, *known, segments[-1][1], self._state.drafter_version)
+                (versions, start), asked = segments[-1], SamplingParams(*sampling, method)
+                known = finished.name, token_ids, finished.prompt_length, versions.policy, asked, layers
+                take = functools.partial(self._hook.take, *known, start, versions.drafter)
                 record, finished = self._hook.ring.beside(take), replace(finished, earlier=earlier)
                 self._writer.submit(self._breaker.call, self._shards.add, record, finished, self._policy.is_written)
         at_once = self._policy.is_dirty or not scheduler_output.total_num_scheduled_tokens
@@ -125,7 +126,7 @@ class WorkerSidecar:
         if self._policy.is_dirty or (starts and self._policy.has_moved()):
             self._policy.count()
             self._hook.tap.policy_version = self._policy.version
-            self._begin_segments(stamp)
+            self._changed[stamp.number] = self._versions
             if self._shards.engine.state.exists():  # else the trainer is gone, and with it the drafter's files
                 self._serve(self._weights.restore)
 
@@ -134,7 +135,7 @@ class WorkerSidecar:
             try:
                 self._serve(self._weights.update, offer.path, offer.digests)
                 self._state = replace(self._state, drafter_version=offer.version)
-                self._begin_segments(stamp)
+                self._changed[stamp.number] = self._versions
             except (WeightUpdateRefused, RuntimeError) as error:
                 self._state = replace(self._state, refused={offer.version: str(error)})
 
@@ -155,13 +156,19 @@ class WorkerSidecar:
     def _versions(self) -> Versions:
         return Versions(self._policy.version, self._state.drafter_version)
 
-    def _begin_segments(self, stamp: Stamp) -> None:
-        """Begin a new segment of each tapped request that is running: its next tokens come from other versions."""
-        for name, segments in self._live.items():
-            start = stamp.generated.get(name, 0)
-            if segments[-1][1] == start:
-                segments.pop()
-            segments.append((self._versions, start))
+    def _begin_segments(self, stamp: Stamp, scheduler_output: Any) -> None:
+        """Begin a new segment of each tapped request that ran in a step from which on other versions served.
+
+        How many tokens came before that step is known when its output has come, which may be a step later.
+        """
+        for number, before in stamp.before:
+            if (versions := self._changed.pop(number, None)) is None:
+                continue
+            for name in before.keys() & self._live.keys():
+                segments = self._live[name]
+                if segments[-1][1] == before[name]:
+                    segments.pop()
+                segments.append((versions, before[name]))
 
     def _report(self, stamp: Stamp, scheduler_output: Any) -> None:
         """Write state.json once a second, and at once when versions have changed or a hook has failed for good."""

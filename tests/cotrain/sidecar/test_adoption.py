@@ -60,7 +60,8 @@ def test_an_engine_of_the_same_model_is_adopted_by_name_or_folder(spool: Spool, 
     (tmp_path / "link").symlink_to(MODEL)
     for model in (MODEL, tmp_path / "link", "tiny:llama"):
         assert check_arguments(arguments(model=str(model)), spool) == spool.settings()
-    assert check_arguments(arguments(async_scheduling=False, worker_extension_cls="host.Extension"), spool)
+    for scheduling in (False, True):
+        assert check_arguments(arguments(async_scheduling=scheduling, worker_extension_cls="host.Extension"), spool)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,6 @@ def test_an_engine_of_the_same_model_is_adopted_by_name_or_folder(spool: Spool, 
         ({"model": "Qwen/Qwen3-0.6B"}, r"drafter is for tiny:llama"),
         ({"worker_extension_cls": OWN_EXTENSION}, r"trains its drafter itself"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, r"has set speculative_config, .*leave it out"),
-        ({"async_scheduling": True}, r"has set async_scheduling, .*leave it out"),
         ({"logits_processors": ["host.Processor"]}, r"has set logits_processors"),
         ({"enable_lora": True}, r"has set enable_lora, .*merge the adapter"),
         ({"quantization": "fp8"}, r"has set quantization"),
@@ -153,7 +153,6 @@ def test_an_adopted_engine_drafts_and_its_arguments_stay_the_hosts(spool: Spool)
         config = configured(CREATE, args)
         assert is_adopted(config) and config.speculative_config.model == str(spool.initial)
         assert config.speculative_config.draft_load_config.load_format == "auto" != config.load_config.load_format
-        assert config.scheduler_config.async_scheduling is False
         assert args.speculative_config is None and args.async_scheduling is None
         assert spool.engine(config.instance_id).is_held, "so that the drafter stays that it has yet to load"
     engines = spool.engines()
