@@ -64,7 +64,7 @@ READ = {
     "vllm.config.parallel:ParallelConfig": "world_size data_parallel_size",
     "vllm.config.scheduler:SchedulerConfig": "max_num_seqs async_scheduling",
     "vllm.v1.request:Request": "request_id sampling_params all_token_ids num_prompt_tokens num_tokens arrival_time "
-    "get_finished_reason num_output_tokens num_stale_output_tokens",
+    "get_finished_reason num_output_tokens is_finished drop_stale_output num_stale_output_tokens",
     "vllm.v1.core.sched.output:NewRequestData": "req_id prompt_token_ids prefill_token_ids sampling_params",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_cached_reqs total_num_scheduled_tokens "
     "num_spec_tokens_to_schedule num_scheduled_tokens scheduled_spec_decode_tokens scheduled_new_reqs",

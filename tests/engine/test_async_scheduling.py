@@ -69,3 +69,12 @@ def test_greedy_text_is_the_same_while_drafting_is_switched_off_and_on(
     batch = fresh.run(switched())
     assert tokens(batch) == expected
     assert 0 < batch.speculation.num_drafts < sum(len(text) for text in expected)
+
+
+def test_tokens_that_vllm_drops_are_not_counted_as_generated(fresh: LiveEngine) -> None:
+    """While a step ends a response, the next step runs for its request already."""
+    fresh.run(fresh.engine.set_num_speculative_tokens(0))
+    fresh.run(fresh.engine.take_window())
+    batch = fresh.run(fresh.engine.generate(make_requests(6)))
+    counted = sum(step.num_tokens for step in fresh.run(fresh.engine.take_window()).steps)
+    assert counted == sum(len(text) for text in tokens(batch))

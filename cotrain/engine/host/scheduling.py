@@ -85,16 +85,18 @@ class Decisions:
         counts, dropped = self._counts.copy(), self._admission.dropped.copy()
         return Stamp(self._number, tapped, before, finished, offer, gain, counts, dropped, hooks_off)
 
-    def observe(self, number: int, output: Any, sampled: Any) -> None:
+    def observe(self, number: int, output: Any, sampled: Any, live: set[str]) -> None:
         """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end.
 
-        number: of the step's stamp. With asynchronous scheduling the next step has its stamp already.
+        number: of the step's stamp. With asynchronous scheduling the next step has its stamp already. live: see `live_requests`.
         """
         tapped = self._admission.tapped.keys() & self._requests.keys()
         self._before.append((number, {name: self._requests[name].num_output_tokens for name in tapped}))
-        step = step_of(output, sampled)
+        if not live:
+            return
+        step = step_of(output, sampled, live)
         self._draft_lengths.observe(step)
-        drafts = verified(output, sampled)
+        drafts = verified(output, sampled, live)
         for name in drafts.keys() & self._steps.keys():
             self._steps[name].append(drafts[name])
         drafted, accepted = map(sum, zip((0, 0), *step.drafts, strict=True))
@@ -151,9 +153,9 @@ class HostScheduling(WatchedScheduler):
         draft_token_ids.draft_token_ids = [ids[: self._cotrain_length] for ids in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
-    def cotrain_observe(self, output: Any, sampled: Any) -> None:
+    def cotrain_observe(self, output: Any, sampled: Any, live: set[str]) -> None:
         if (stamp := attached(output)) is not None:
-            self._ask(Decisions.observe, stamp.number, output, sampled)
+            self._ask(Decisions.observe, stamp.number, output, sampled, live)
 
     def cotrain_pause(self) -> None:
         self._ask(Decisions.pause)
