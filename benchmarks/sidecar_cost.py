@@ -266,7 +266,7 @@ def served_table(found: dict[str, Any], out: Path) -> str:
     """Markdown, of all waves before the update, of WINDOW after it, and of the last half after it; and acceptance.png."""
     import pandas as pd
 
-    from pipelines.page.page import line_figure
+    from pipelines.page.page import line_section
 
     start, update, frame = found["start"], found["update"], pd.DataFrame(found["waves"])
     by_arm, end, cells = frame.pivot(index="number", columns="arm"), frame["number"].max() + 1, {}
@@ -287,7 +287,9 @@ def served_table(found: dict[str, Any], out: Path) -> str:
         found["recovery"] = {"waves": int(num), "tokens": int(num) * found["tokens"], "seconds": float(seconds)}
     lines = {TRAINED: trained["length"], FROZEN: by_arm["length"][FROZEN].loc[start:]}
     marks = {"policy update": [update], "another drafter": list(trained.index[trained["drafter"].diff() > 0])}
-    line_figure(lines, "acceptance length", "wave", marks=marks, floor="no gain").savefig(out / "acceptance.png")
+    drawn = line_section("Acceptance by wave", "acceptance length", "", lines, marks=marks, floor="no gain").figure
+    assert drawn is not None
+    drawn.savefig(out / "acceptance.png")
     return f"{text}\n\nBack at {enough:.2f}, {RECOVERED:.0%} of the length before the update: {found['recovery']}"
 
 

@@ -117,11 +117,10 @@ def init(arguments: Sequence[str]) -> int:
 
 
 def train(arguments: Sequence[str]) -> int:
-    from pipelines.preflight import check_run, read_command_line
+    from pipelines.preflight import read_command_line
 
     if (run := read_command_line("train", arguments)) is None:
         return 0
-    check_run(*run)
     from pipelines.train.joint import train as train_jointly
 
     return train_jointly(*run)

@@ -42,7 +42,7 @@ POLICY_UPDATES_HELD = 2
 
 
 def read_command_line(command: str, arguments: Sequence[str]) -> tuple[RunConfig, bool] | None:
-    """Read the configuration given to `cotrain COMMAND`. Returns it, and whether it continues a run.
+    """Read and check the configuration given to `cotrain COMMAND`. Returns it, and whether it continues a run.
 
     Returns None when --dry-run has printed it and found no problem. Raises ConfigError listing all problems.
     """
@@ -69,6 +69,7 @@ def read_command_line(command: str, arguments: Sequence[str]) -> tuple[RunConfig
     overrides = [text for text in parsed.config if "=" in text and not Path(text).is_file()]
     config = load_config([text for text in parsed.config if text not in overrides], overrides, parsed.resume)
     if not parsed.dry_run:
+        check_run(config, resume, command)
         return config, resume
     print(to_toml(config), flush=True)
     name = config.policy.model
@@ -84,15 +85,14 @@ def read_command_line(command: str, arguments: Sequence[str]) -> tuple[RunConfig
     return None
 
 
-def check_run(config: RunConfig, resume: bool = False, command: str = "train") -> Path:
-    """Check a run before its folder is made. Returns the model's folder. Raises ConfigError listing all problems.
+def check_run(config: RunConfig, resume: bool = False, command: str = "train") -> None:
+    """Check a run before its folder is made. Raises ConfigError listing all problems.
 
     A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Reward and disk space are not checked
     for `cotrain init`, which trains no policy.
     """
     if problems := find_problems(config, resume, command):
         raise ConfigError(problems)
-    return resolve_model(config.policy.model)
 
 
 def find_problems(

@@ -115,8 +115,8 @@ def entries(file: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The methods of MeasuredCells. The KV cache is read once for all rows of a request. A drafter is split over the GPUs like its
-    target (vLLM's default). Steps of more than `graph_tokens` rows run outside CUDA graphs."""
+    """The methods of MeasuredCells that give times. The KV cache is read once for all rows of a request. A drafter is split over
+    the GPUs like its target (vLLM's default). Steps of more than `graph_tokens` rows run outside CUDA graphs."""
 
     hardware: Hardware
     model: Model
@@ -148,9 +148,6 @@ class Roofline:
         """Leaves out attention between the tokens of a prompt, which matters only from some ten thousand tokens on."""
         return float(self._pass(self.model, np.array(num_tokens), np.ones(1))[0]) if num_tokens else 0.0
 
-    def covers(self, k: int, batch: int) -> bool:
-        return True
-
     def _passes(self, k: int) -> int:
         return min(k, 1) if self.drafter.one_pass else k
 
@@ -178,8 +175,7 @@ class CalibratedRoofline:
     def __init__(self, roofline: Roofline, cells: Mapping[tuple[int, int], float], context: float):
         """cells: seconds of a decode step by draft length and batch size, where each request has `context` tokens. Raises
         ValueError for a time that is too short to read the context."""
-        self._roofline, self.covers = roofline, MeasuredCells(cells).covers
-        self.slope, self.prefill = roofline.slope, roofline.prefill
+        self._roofline, self.slope, self.prefill = roofline, roofline.slope, roofline.prefill
         ratios: dict[int, dict[float, float]] = {}
         for (k, batch), seconds in sorted(cells.items()):
             ratio = (seconds - roofline.slope(k) * batch * context) / roofline.base(k, np.array([batch]))[0]

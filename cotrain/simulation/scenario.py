@@ -9,8 +9,8 @@ import numpy as np
 
 from cotrain.simulation.generation import Acceptance, Ints, generate
 from cotrain.simulation.roofline import StepTimes
-from cotrain.simulation.step_time import Array
-from cotrain.simulation.system import RooflineCost, System
+from cotrain.simulation.step_time import Array, MeasuredCells
+from cotrain.simulation.system import RooflineCost, System, seconds_by_cell
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ class Scenario:
 
     @property
     def extrapolated(self) -> list[int]:
-        """Batch sizes beyond what was measured."""
-        cost, k = self.cost, self.draft_lengths
-        return [b for b in self.batches.tolist() if not (cost.covers(k[b], b) and cost.covers(0, b))]
+        """Batch sizes beyond what was measured; none where nothing was."""
+        cells, k = self.system.cost.cells, self.draft_lengths
+        covers = MeasuredCells(seconds_by_cell(cells)).covers
+        return [b for b in self.batches.tolist() if cells and not (covers(k[b], b) and covers(0, b))]
 
     @cached_property
     def generation(self) -> float:

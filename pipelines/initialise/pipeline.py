@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from cotrain.config.schema import DrafterConfig, RunConfig
+from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
+from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.process.children import engine_output_to, two_stage_stop
 from cotrain.process.cluster import engine_device
@@ -37,7 +38,6 @@ from cotrain.trainer.spec import trainer_spec
 from cotrain.trainer.trainer import DrafterTrainer
 from drafters.files import write_json
 from pipelines.engines import EngineSetup, one_engine
-from pipelines.preflight import check_run
 
 EXPECTED, GENERATED = "rollout/expected_acceptance_length", "rollout/generated_tokens"
 TEXT = "rollouts.jsonl"
@@ -46,7 +46,7 @@ TEXT = "rollouts.jsonl"
 
 def initialise(config: RunConfig, resume: bool) -> int:
     """Run to the end, or until asked to stop. Returns the exit status."""
-    model = check_run(config, resume, "init")
+    model = resolve_model(config.policy.model)
     task = build_task(config.task, config.seed, model, config.rollout.max_prompt_tokens)
     fingerprints = model_fingerprints(model) | {"task": fingerprint(task)}
     with ExitStack() as stack:
@@ -109,18 +109,13 @@ class Initialisation:
     def _trainer(self, state: RunState) -> DrafterTrainer:
         """The trainer as `state` left it; at first it begins with drafter.init, or with a new drafter."""
         torch.set_num_threads(threads.num_cores())
-        folder = self.run_dir.path / "drafter_init"
-        first = first_drafter(tracking_uri(self.config), self._drafter.init, self.model, folder)
-        trainer = DrafterTrainer(trainer_spec(self.config), self.model, first, engine_device())
+        spec, folder = trainer_spec(self.config), self.run_dir.path / "drafter_init"
+        first = first_drafter(tracking_uri(self.config), spec.drafter.init, self.model, folder)
+        trainer = DrafterTrainer(spec, self.model, first, engine_device())
         if state.step:
             trainer.load(self.run_dir.checkpoint(state.step) / "trainer")
         trainer.set_target_weights(self.model, policy_version=0)
         return trainer
-
-    @property
-    def _drafter(self) -> DrafterConfig:
-        assert self.config.drafter is not None
-        return self.config.drafter
 
     def requests(self, step: int) -> list[RolloutRequest]:
         """Return the requests of a step, counted from 1, which depend on the seed and the step alone."""
@@ -138,7 +133,7 @@ class Initialisation:
 
         The engine does not speculate meanwhile, so that its text is the same after a resume.
         """
-        config, run_dir = self.config, self.run_dir
+        config, run_dir, drafter = self.config, self.run_dir, trainer_spec(self.config).drafter
         metrics, text = (RowFile(file, state.step) for file in (run_dir.metrics, run_dir.path / TEXT))
         await engine.set_num_speculative_tokens(0)
         for step in range(state.step + 1, config.steps + 1):
@@ -149,8 +144,8 @@ class Initialisation:
             scores, row = trainer.take_in(batch.features, trainer.drafter_version, keep=(), judged=0)
             if rates := scores.serving[-1].rates():
                 row[EXPECTED] = 1 + sum(rates)
-            if step % self._drafter.train_every == 0:
-                row |= trainer.train(step, self._drafter.updates_per_step)
+            if step % drafter.train_every == 0:
+                row |= trainer.train(step, drafter.updates_per_step)
                 trainer.publish()
             tokens = batch.num_generated_tokens
             row |= {GENERATED: tokens, "rollout/tokens_per_s": tokens / batch.seconds}

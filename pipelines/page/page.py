@@ -50,31 +50,24 @@ class Section:
         return re.sub(r"\W+", "_", self.title.partition(",")[0].lower()) + ".png"
 
 
-def line_section(title: str, ylabel: str, text: str, lines: Mapping[str, pd.Series], **options: Any) -> Section:
-    """A figure of those lines that were measured, with a text that says how to read it. `options` are those of `line_figure`."""
-    measured = {label: values.dropna() for label, values in lines.items() if values.notna().any()}
-    if not measured:
-        return Section(title, "Not measured.")
-    numbers = (
-        f"{label}: {v.iloc[0]:.2f} first, {v.iloc[-1]:.2f} last, {v.min():.2f} to {v.max():.2f}"
-        for label, v in measured.items()
-    )
-    figure = line_figure({label: lines[label] for label in measured}, ylabel, **options)
-    return Section(title, text, figure=figure, numbers="; ".join(numbers))
-
-
-def line_figure(
-    lines: Mapping[str, pd.Series],
+def line_section(
+    title: str,
     ylabel: str,
+    text: str,
+    lines: Mapping[str, pd.Series],
     bands: Mapping[str, tuple[pd.Series, pd.Series]] | None = None,
     marks: Mapping[str, Sequence[int]] | None = None,
     floor: str | None = None,
-) -> Figure:
-    """A line for each label over its index, with gaps where it is NaN.
+) -> Section:
+    """A figure of those lines that were measured over their index, with gaps where they are NaN. text: how to read it.
 
     bands: lowest and highest values around the line of this label. marks: by label, where the first line gets the mark.
     floor: label of a dotted line at 1, if there is to be one.
     """
+    lines = {label: values for label, values in lines.items() if values.notna().any()}
+    if not lines:
+        return Section(title, "Not measured.")
+    numbers = []
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 2.8 + 0.2 * len(lines)), layout="constrained")
         axes = figure.subplots()
@@ -82,6 +75,8 @@ def line_figure(
             [line] = axes.plot(values.index, values, label=label, linewidth=1.8, markersize=3.5)
             if bands:
                 axes.fill_between(values.index, *bands[label], color=line.get_color(), alpha=0.16, linewidth=0)
+            v = values.dropna()
+            numbers.append(f"{label}: {v.iloc[0]:.2f} first, {v.iloc[-1]:.2f} last, {v.min():.2f} to {v.max():.2f}")
         first = next(iter(lines.values()))
         for (label, steps), marker in zip((marks or {}).items(), "^x|", strict=False):
             if (points := first.reindex(steps).dropna()).size:
@@ -94,7 +89,7 @@ def line_figure(
         if len(labels) > 1:
             columns = 2 if max(map(len, labels)) <= 20 else 1
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-    return figure
+    return Section(title, text, figure=figure, numbers="; ".join(numbers))
 
 
 def write_page(file: Path, title: str, sections: Sequence[Section]) -> Path:

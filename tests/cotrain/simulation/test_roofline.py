@@ -140,9 +140,7 @@ def test_measured_steps_take_the_place_of_the_rooflines_at_their_context() -> No
     for (k, batch), seconds in MEASURED.items():
         at = np.array([float(batch)])
         assert cost.base(k, at) + cost.slope(k) * batch * 500 == pytest.approx(seconds)
-        assert cost.covers(k, batch)
     assert cost.slope(3) == given.slope(3) and cost.prefill(100) == given.prefill(100)
-    assert not cost.covers(0, 65) and not cost.covers(4, 8) and cost.covers(2, 8)
 
 
 def test_beyond_measured_steps_the_roofline_goes_on_from_them() -> None:
@@ -161,7 +159,7 @@ def test_beyond_measured_steps_the_roofline_goes_on_from_them() -> None:
 def test_measured_drafts_alone_leave_steps_without_drafts_as_they_were() -> None:
     given = roofline()
     cost = CalibratedRoofline(given, {(3, 16): 2 * given.base(3, np.array([16.0]))[0]}, context=0)
-    assert (cost.base(0, BATCH) == given.base(0, BATCH)).all() and not cost.covers(0, 16)
+    assert (cost.base(0, BATCH) == given.base(0, BATCH)).all()
     assert cost.base(3, BATCH) == pytest.approx(2 * given.base(3, BATCH))
 
 

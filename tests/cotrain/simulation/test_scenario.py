@@ -193,6 +193,7 @@ def test_a_file_of_measured_steps_replaces_the_prediction_and_ends_the_envelope(
     s = Scenario(load_system([H100_NODE, path]))
     assert Scenario(load_system([H100_NODE])).envelope and not s.envelope and not s.extrapolated
     assert s.changed("drafter", k=4).envelope, "longer drafts than measured"
+    assert s.changed("system", engines=4).extrapolated[0] == 65, "larger batches than measured"
     read = s.cost.slope(3) * 1000
     assert s.cost.base(3, np.array([1.0])) + read == pytest.approx(9.4e-3), "the median of three"
     [line] = problems([H100_NODE, path], "cost.engine=vllm-2025", "cost.gpu=h200-sxm")

@@ -9,7 +9,7 @@ from cotrain.config.load import load_config
 from cotrain.process.cluster import place
 from pipelines.doctor import engine, machine
 from pipelines.doctor.command import Check, main, run_check
-from pipelines.doctor.machine import MACHINE, NotApplicable, Problem
+from pipelines.doctor.machine import MACHINE, NotApplicable
 from pipelines.preflight import check_run
 
 
@@ -29,7 +29,7 @@ def test_whatever_a_check_raises_is_its_outcome() -> None:
         return check.status, check.found, check.remedy
 
     assert made(None) == ("pass", "fine", "")
-    assert made(Problem("broken")) == ("fail", "broken", "Mend it.")
+    assert made(ValueError("broken")) == ("fail", "broken", "Mend it.")
     assert made(NotApplicable("no GPU")) == ("not applicable", "no GPU", "")
     assert made(KeyError()) == ("fail", "KeyError", "Mend it.")
 
@@ -71,7 +71,7 @@ def test_an_unknown_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_verify_needs_the_drafter_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def output_of(*arguments: str) -> str:
-        raise Problem(f"cotrain: {arguments[2]} has died")
+        raise ValueError(f"cotrain: {arguments[2]} has died")
 
     monkeypatch.setattr(engine, "output_of", output_of)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -89,7 +89,9 @@ def test_a_run_that_swapped_and_checked_nothing_fails(monkeypatch: pytest.Monkey
     (tmp_path / "run" / "drafters" / "v0001").mkdir(parents=True)
     rows = {"drafter/published": 2.0, "lossless/speculated_tokens": 0.0}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1} | rows) + "\n")
-    with pytest.raises(Problem, match="it swapped in 2 drafters and checked 0 speculated tokens; both must be above 0"):
+    with pytest.raises(
+        ValueError, match="it swapped in 2 drafters and checked 0 speculated tokens; both must be above 0"
+    ):
         engine.run(tmp_path, "auto")
     assert {"cluster.address=auto", "cluster.strategy=SPREAD"} < set(asked[0])
     config = load_config([], asked[0][3:])
@@ -100,11 +102,11 @@ def test_the_verdict_of_verify_is_what_was_found(monkeypatch: pytest.MonkeyPatch
     def output_of(*arguments: str) -> str:
         (tmp_path / "verify").mkdir()
         (tmp_path / "verify" / "verify.json").write_text('{"verdict": "NOT lossless: 3 of 80"}')
-        raise Problem("exit status 1: written to")
+        raise ValueError("exit status 1: written to")
 
     monkeypatch.setattr(engine, "output_of", output_of)
     (tmp_path / "run" / "drafters" / "v0001").mkdir(parents=True)
-    with pytest.raises(Problem, match="NOT lossless: 3 of 80"):
+    with pytest.raises(ValueError, match="NOT lossless: 3 of 80"):
         engine.verify(tmp_path)
 
 
@@ -124,7 +126,7 @@ def test_on_several_gpus_the_short_run_has_two_learner_processes(
     monkeypatch.setattr(engine, "output_of", lambda *arguments: asked.append(arguments))
     for gpus in (2, 3):
         monkeypatch.setattr(engine, "machine", lambda gpus=gpus: {"gpus": ["GPU"] * gpus})
-        with pytest.raises(Problem):
+        with pytest.raises(ValueError):
             engine.run(tmp_path, None)
         config = load_config([], asked[-1][3:])
         assert config.policy.num_processes == gpus - 1 and place(config, [gpus])
@@ -145,5 +147,7 @@ def test_a_host_without_drafters_or_with_other_text_fails(
     if passes:
         assert engine.sidecar(tmp_path) == "1 adopted, 2 drafters swapped in, 4 of 16 texts changed"
     else:
-        with pytest.raises(Problem, match=rf"^{swaps} drafters swapped in, {changed} of 16 texts changed; engines: "):
+        with pytest.raises(
+            ValueError, match=rf"^{swaps} drafters swapped in, {changed} of 16 texts changed; engines: "
+        ):
             engine.sidecar(tmp_path)

