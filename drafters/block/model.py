@@ -64,7 +64,7 @@ class BlockLayer(nn.Module):
         super().__init__()
         size, eps, bias = sizes.hidden_size, sizes.rms_norm_eps, sizes.attention_bias
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(size, eps) for _ in range(2))
-        self.self_attn = Attention(sizes, size, bias=bias, output_bias=bias, norm=nn.RMSNorm)
+        self.self_attn = Attention(sizes, size, output_bias=bias, norm=nn.RMSNorm)
         self.mlp = MLP(size, sizes.intermediate_size)
 
 

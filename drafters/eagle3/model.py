@@ -58,7 +58,7 @@ class DecoderLayer(DraftLayer):
         self.input_layernorm = nn.RMSNorm(size, eps)
         if is_first:
             self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(shape.sizes, size * (1 + is_first), bias=bias, output_bias=bias)
+        self.self_attn = Attention(shape.sizes, size * (1 + is_first), output_bias=bias)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = MLP(size, shape.sizes.intermediate_size)
 
