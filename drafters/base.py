@@ -155,10 +155,6 @@ class Drafter(nn.Module, ABC):
         """Return the tensors of a checkpoint that stock vLLM serves; by default all."""
         return self.state_dict()
 
-    def restored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors of this drafter from those of a checkpoint; by default they are the same."""
-        return tensors
-
     def overflowing(self) -> list[str]:
         """List the tensors that are not finite or, if all are, those with a weight above LARGEST_WEIGHT; usually empty."""
         largest = {name: float(t.abs().max()) for name, t in self.saved_state().items() if t.is_floating_point()}
@@ -192,27 +188,12 @@ class Drafter(nn.Module, ABC):
         flush(folder)
         flush(folder.parent)
 
-    def load(self, folder: str | Path) -> None:
-        """Replace the weights by those of a folder that `save` wrote; dtype and device do not change.
-
-        Raises ValueError for a truncated file and for missing, extra or wrong-shape tensors, and then changes nothing.
-        """
-        tensors = self.restored(read_tensors(folder))
-        self.check_tensors(tensors, folder)
-        self.load_state_dict(tensors)
-
-    def check_tensors(self, tensors: dict[str, Tensor], source: str | Path) -> None:
-        """Raise one ValueError that lists every tensor that is missing, unexpected or of the wrong shape."""
-        expected = {name: tensor.shape for name, tensor in self.state_dict().items()}
-        problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-        problems += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-        problems += [
-            f"{name} is {list(tensors[name].shape)}, expected {list(expected[name])}"
-            for name in sorted(expected.keys() & tensors.keys())
-            if tensors[name].shape != expected[name]
-        ]
-        if problems:
-            raise ValueError(f"{source} does not fit this drafter: " + "; ".join(problems))
+    def load_tensors(self, tensors: dict[str, Tensor], source: str | Path, assign: bool = False) -> None:
+        """Load a state dict. Raises one ValueError that lists every tensor that is missing, unexpected or of the wrong shape."""
+        try:
+            self.load_state_dict(tensors, assign=assign)
+        except RuntimeError as error:
+            raise ValueError(f"{source} does not fit this drafter: {error}") from error
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

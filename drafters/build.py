@@ -91,9 +91,7 @@ def load_drafter(
     shape, tensors = DRAFTERS[kind].read(folder, target, config.trained_depth if config else depth_if_unstated)
     with torch.device("meta"):
         drafter = DRAFTERS[kind](shape)
-    tensors = drafter.restored(tensors)
-    drafter.check_tensors(tensors, folder)
-    drafter.load_state_dict(tensors, assign=True)
+    drafter.load_tensors(tensors, folder, assign=True)
     drafter = drafter.float()
     if problems := drafter.overflowing():
         raise ValueError(f"{folder} has weights that no engine can serve: {'; '.join(problems)}")

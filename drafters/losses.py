@@ -88,10 +88,7 @@ class Teacher:
         """Return the logits [R, V] after temperature, top-k and top-p, and their logsumexp [R, 1]."""
         head = self.target.head
         logits = at_least_float32(self.batch.final_hidden[rows].to(head.dtype) @ head.T)
-        if self.sampling.temperature == 0:
-            likeliest = logits.argmax(-1, keepdim=True)
-            return torch.full_like(logits, -torch.inf).scatter_(1, likeliest, 0.0), logits.new_zeros(len(rows), 1)
-        logits = truncate(logits.div_(self.sampling.temperature), self.sampling.top_k, self.sampling.top_p)
+        logits = truncate(logits.div_(self.sampling.temperature or 1.0), self.sampling)
         return logits, logits.logsumexp(-1, keepdim=True)
 
     def of_draft_vocabulary(self, logits: Tensor, normaliser: Tensor) -> Tensor:
@@ -192,11 +189,15 @@ def _comparisons(
                 yield index, k, starts, states, result
 
 
-def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def truncate(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Return logits [R, V] with -inf outside the top-k and then the top-p set, in vLLM's order and with its ties.
 
+    The logits have been divided by the temperature; at temperature 0 only the likeliest token is left.
     Formula: vLLM v1/sample/ops/topk_topp_sampler.py. top_k = 0 and top_p = 1 switch them off.
     """
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if sampling.temperature == 0:
+        return torch.full_like(logits, -torch.inf).scatter_(1, logits.argmax(-1, keepdim=True), 0.0)
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)

@@ -41,11 +41,11 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, sizes: TargetSpec, input_size: int, bias: bool = False, output_bias: bool = False, gated: bool = False,
+        self, sizes: TargetSpec, input_size: int, output_bias: bool = False, gated: bool = False,
         norm: Callable[[int, float], nn.Module] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        heads, size = sizes.num_attention_heads, sizes.head_dim
+        heads, size, bias = sizes.num_attention_heads, sizes.head_dim, sizes.attention_bias
         self.sizes, self.gated = sizes, gated
         self.q_proj = nn.Linear(input_size, heads * size * (1 + gated), bias=bias)
         self.k_proj = nn.Linear(input_size, sizes.num_key_value_heads * size, bias=bias)

@@ -6,7 +6,7 @@ so it is reduced at once to the few numbers that the tests read.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -139,11 +139,7 @@ def target_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """
     if logits.isnan().any():
         raise ValueError("logits: NaN in the target's forward; check its weights before testing the engine")
-    scaled = _scaled(logits, sampling.temperature)
-    if sampling.temperature == 0:
-        hot = torch.full_like(scaled, -torch.inf, dtype=torch.float64)
-        return hot.scatter_(1, scaled.argmax(1, keepdim=True), 0.0)
-    return truncate(scaled, sampling.top_k, sampling.top_p).double().log_softmax(1)
+    return truncate(_scaled(logits, sampling.temperature), sampling).double().log_softmax(1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -166,7 +162,7 @@ def _outside(scaled: Tensor, log_probs: Tensor, tokens: Tensor, sampling: Sampli
     smallest_possible = scaled.masked_fill(log_probs == -torch.inf, torch.inf).amin(1, keepdim=True)
     explained = logit >= smallest_possible - 2 * error
     if sampling.temperature > 0 and sampling.top_p < 1:
-        in_top_k = truncate(scaled, sampling.top_k, 1.0)
+        in_top_k = truncate(scaled, replace(sampling, top_p=1.0))
         above = (in_top_k.double().softmax(1) * (in_top_k > logit)).sum(1, keepdim=True)
         latest_cut = sampling.top_p + 2 * error * sampling.top_p * (1 - sampling.top_p)
         explained |= (in_top_k.gather(1, drawn) > -torch.inf) & (above < latest_cut)

@@ -64,7 +64,7 @@ class BlockLayer(nn.Module):
         super().__init__()
         size, eps, bias = sizes.hidden_size, sizes.rms_norm_eps, sizes.attention_bias
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(size, eps) for _ in range(2))
-        self.self_attn = Attention(sizes, size, bias=bias, output_bias=bias, norm=nn.RMSNorm)
+        self.self_attn = Attention(sizes, size, output_bias=bias, norm=nn.RMSNorm)
         self.mlp = MLP(size, sizes.intermediate_size)
 
 
@@ -125,7 +125,7 @@ class DFlashDrafter(AuxDrafter):
             causal=bool(own.get("causal", False) if causal is None else causal),
             has_head="lm_head.weight" in tensors,
         )
-        return shape, tensors
+        return shape, {"spread": torch.ones(len(shape.aux_layers) * sizes.hidden_size), **tensors}
 
     @staticmethod
     def to_config(shape: DFlashShape) -> dict[str, object]:
@@ -196,9 +196,6 @@ class DFlashDrafter(AuxDrafter):
 
     def saved_state(self) -> dict[str, Tensor]:
         return self.state_for_serving()
-
-    def restored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"spread": torch.ones(self.fc.in_features), **tensors}
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

@@ -84,9 +84,7 @@ class DraftModel(Drafter):
         }
 
     def start_from(self, policy: str | Path) -> None:
-        tensors = cut(policy, self.shape)
-        self.check_tensors(tensors, f"what is cut from {policy}")
-        self.load_state_dict(tensors)
+        self.load_tensors(cut(policy, self.shape), f"what is cut from {policy}")
 
     @property
     def serving(self) -> ServingSpec:

@@ -58,7 +58,7 @@ class DecoderLayer(DraftLayer):
         self.input_layernorm = nn.RMSNorm(size, eps)
         if is_first:
             self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(shape.sizes, size * (1 + is_first), bias=bias, output_bias=bias)
+        self.self_attn = Attention(shape.sizes, size * (1 + is_first), output_bias=bias)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = MLP(size, shape.sizes.intermediate_size)
 
@@ -159,8 +159,8 @@ class Eagle3Drafter(AuxDrafter):
             aux_hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return self.fc(aux_hidden)
 
-    def check_tensors(self, tensors: dict[str, Tensor], source: str | Path) -> None:
-        super().check_tensors(tensors, source)
+    def load_tensors(self, tensors: dict[str, Tensor], source: str | Path, assign: bool = False) -> None:
+        super().load_tensors(tensors, source, assign)
         if self.has_map and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 

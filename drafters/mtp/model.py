@@ -80,9 +80,7 @@ class MtpHead(DraftLayer):
         self.embedding_norm, self.hidden_norm = norm(size, eps), norm(size, eps)
         self.joining = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm = norm(size, eps)
-        self.self_attn = Attention(
-            sizes, size, sizes.attention_bias, gated=gated, norm=norm if gated or sizes.qk_norm else None
-        )
+        self.self_attn = Attention(sizes, size, gated=gated, norm=norm if gated or sizes.qk_norm else None)
         self.post_attention_layernorm = norm(size, eps)
         experts = sizes.experts
         self.mlp = SparseMLP(size, experts, head_format.experts) if experts else MLP(size, sizes.intermediate_size)

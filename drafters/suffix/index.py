@@ -154,10 +154,8 @@ class SuffixIndex:
     """
 
     def __init__(self, max_bytes: int, seed: int = 0):
-        """Raises ValueError when max_bytes is too small for any text, or too large for positions of 32 bits."""
+        """Raises ValueError when max_bytes is too large for positions of 32 bits. It has room for at least four tokens."""
         self.max_tokens = max_bytes // BYTES_PER_TOKEN
-        if self.max_tokens < 4:
-            raise ValueError(f"an index of {max_bytes} bytes holds no text; allow at least {4 * BYTES_PER_TOKEN}")
         if max_bytes > MOST_BYTES:
             raise ValueError(f"an index of {max_bytes} bytes has positions above 2^31; allow at most {MOST_BYTES}")
         self._room, self._rng = self.max_tokens // 2, np.random.default_rng(seed)
@@ -252,11 +250,9 @@ class SuffixIndex:
     def load(self, path: str | Path) -> None:
         """Replace the texts by those of a saved index; the random generator goes on as it was.
 
-        Raises ValueError when tensors are missing, or when the saved texts need more room than there is.
+        Raises ValueError when the saved texts need more room than there is.
         """
         saved = load_file(path)
-        if missing := {"texts", "keys"} - saved.keys():
-            raise ValueError(f"{path} is no index of this version: it lacks {', '.join(sorted(missing))}")
         if (needed := len(saved["texts"])) > self.max_tokens:
             allowed = f"only {self.max_tokens * BYTES_PER_TOKEN} are allowed; raise max_bytes"
             raise ValueError(f"the index in {path} needs {needed * BYTES_PER_TOKEN} bytes, and {allowed}")

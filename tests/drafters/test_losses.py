@@ -185,9 +185,9 @@ def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(target
 
 def test_truncation_keeps_ties_and_at_least_one_token():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
-    assert truncate(logits, 2, 1.0).isfinite().tolist() == [[False, True, True, True]]
-    assert truncate(logits, 0, 1e-6).isfinite().tolist() == [[False, True, False, False]]
-    assert torch.equal(truncate(logits, 0, 1.0), logits)
+    assert truncate(logits, SamplingParams(1.0, 1.0, 2, "")).isfinite().tolist() == [[False, True, True, True]]
+    assert truncate(logits, SamplingParams(1.0, 1e-6, 0, "")).isfinite().tolist() == [[False, True, False, False]]
+    assert torch.equal(truncate(logits, SamplingParams(1.0, 1.0, 0, "")), logits)
 
 
 def test_no_gradients_are_computed_without_grad_mode(target_weights, sampling):

@@ -147,9 +147,9 @@ def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 2}, "missing layers.1.input_layernorm.weight"),
-        ({"norm_before_fc": True}, "missing input_norm.weight"),
-        ({"attention_bias": True}, "missing layers.0.self_attn.k_proj.bias; missing layers.0.self_attn.o_proj.bias"),
+        ({"num_hidden_layers": 2}, '"layers.1.input_layernorm.weight"'),
+        ({"norm_before_fc": True}, '"input_norm.weight"'),
+        ({"attention_bias": True}, '"layers.0.self_attn.k_proj.bias"'),
         ({"model_type": "mistral"}, "model_type mistral is not supported"),
         ({"num_attention_heads": 3}, "transformers takes no hidden_size 16 that 3 heads do not divide"),
         ({"hidden_act": "gelu"}, "variant with hidden_act = 'gelu'"),
@@ -158,7 +158,7 @@ def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
         ({"logit_scale": 0.5}, "variant with logit_scale = 0.5"),
         ({"quantization_config": {"quant_method": "fp8"}}, "variant with quantization_config = {'quant_method'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "variant with use_aux_hidden_state = False"),
-        ({"eagle_config": {"norm_before_fc": True}}, "missing input_norm.weight"),
+        ({"eagle_config": {"norm_before_fc": True}}, '"input_norm.weight"'),
         (
             {"sliding_window": 8, "use_sliding_window": None},
             'no sliding_window = 8 without layer_types; add "layer_types": ["sliding_attention"]',
@@ -167,7 +167,7 @@ def test_depth_is_the_checkpoints_own_unless_it_says_none(folder):
         ({"rms_norm_eps": None}, "has no rms_norm_eps"),
         ({"speculators_config": None}, "how many draft positions"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}, "[2, 2, 5] are not ascending ids"),
-        ({"draft_vocab_size": 19}, "lm_head.weight is [20, 16], expected [19, 16]"),
+        ({"draft_vocab_size": 19}, "size mismatch for lm_head.weight"),
         ({"max_position_embeddings": None}, "has no max_position_embeddings"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "cannot be computed: "),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "cannot be computed: "),
@@ -199,14 +199,10 @@ def test_the_window_is_the_one_that_vllm_serves_it_with(folder):
 
 
 @pytest.mark.parametrize("edit", [lambda d2t: d2t + 1, lambda d2t: d2t.flip(0)], ids=["shifted", "reversed"])
-def test_maps_that_contradict_each_other_are_refused(drafter, folder, edit):
-    edit_tensors(folder, lambda tensors: tensors | {"d2t": edit(tensors["d2t"]), "norm.weight": torch.zeros(16)})
-    before = make_drafter().float()
-    before.load_state_dict(drafter.state_dict())
-    for load in (lambda: load_drafter(folder, TARGET), lambda: drafter.load(folder)):
-        with pytest.raises(ValueError, match="d2t and t2d"):
-            load()
-    assert_same_state(drafter, before)
+def test_maps_that_contradict_each_other_are_refused(folder, edit):
+    edit_tensors(folder, lambda tensors: tensors | {"d2t": edit(tensors["d2t"])})
+    with pytest.raises(ValueError, match="d2t and t2d"):
+        load_drafter(folder, TARGET)
 
 
 def test_default_aux_layers():
