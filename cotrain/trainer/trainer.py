@@ -286,7 +286,8 @@ class DrafterTrainer:
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
-        self.drafter.load_tensors(load_drafter(folder, self._target).state_dict(), folder)
+        _, tensors = self.drafter.read(folder, self._target, None)
+        self.drafter.load_tensors(tensors, folder)
         with torch.serialization.safe_globals(STATE_CLASSES):
             state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
         self._progress, self._buffer = state["progress"], state.get("buffer", self._buffer)
