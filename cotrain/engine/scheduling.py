@@ -93,15 +93,12 @@ def _call_draft_lengths(core: Any, method: str, args: list[Any], options: dict[s
 EngineCore.cotrain_draft_lengths = _call_draft_lengths
 
 
-def _generated(sampled: Any) -> dict[str, int]:
-    """Return the number of tokens that a step generated for each request."""
-    token_ids = sampled.sampled_token_ids  # empty when nothing was sampled
-    return {request: len(token_ids[i]) if token_ids else 0 for request, i in sampled.req_id_to_index.items()}
-
-
 def verified(output: Any, sampled: Any) -> dict[str, tuple[int, int]]:
     """Return (verified draft tokens, accepted ones) of each request that had drafts in a step."""
-    generated, drafted = _generated(sampled), output.scheduled_spec_decode_tokens.items()
+    token_ids, drafted = sampled.sampled_token_ids, output.scheduled_spec_decode_tokens.items()
+    if not token_ids:  # nothing was sampled
+        return {}
+    generated = {request: len(token_ids[i]) for request, i in sampled.req_id_to_index.items()}
     return {request: (len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)}
 
 
@@ -112,5 +109,5 @@ def step_of(output: Any, sampled: Any) -> Step:
         batch=len(output.num_scheduled_tokens),
         computes_prompts=computes_prompts(output),
         drafts=list(verified(output, sampled).values()),
-        num_tokens=sum(_generated(sampled).values()),
+        num_tokens=sum(map(len, sampled.sampled_token_ids)),
     )
