@@ -16,7 +16,6 @@ import platform
 import random
 import tempfile
 import time
-from concurrent.futures import Future
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +27,6 @@ from cotrain.config.schema import RunConfig
 from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
-from cotrain.process.cluster import Arrival
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, Versions, Window
 from cotrain.run.checkpoint import RunState
 from cotrain.run.rows import RowFile
@@ -65,16 +63,16 @@ class Cluster:
         self.under_way.append(reference)
         self.most = max(self.most, len(self.under_way))
 
-    def next_arrival(self, seconds: float) -> Arrival:
+    def next_arrival(self, seconds: float) -> Reference:
         place = self.random.randrange(len(self.under_way))
         self.under_way[place], self.under_way[-1] = self.under_way[-1], self.under_way[place]
-        return Arrival(self.under_way.pop(), Future())
+        return self.under_way.pop()
 
-    def result(self, arrival: Arrival) -> Any:
+    def get(self, references: list[Reference]) -> list[Any]:
         began = time.process_time()
-        result = answer(pickle.loads(arrival.reference.what))
+        results = [answer(pickle.loads(reference.what)) for reference in references]
         Cluster.seconds += time.process_time() - began
-        return result
+        return results
 
 
 def answer(what: list[Any]) -> Any:

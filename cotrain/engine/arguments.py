@@ -58,7 +58,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         # With spare positions: vLLM stops drafting for the whole batch when one request comes as close to the end as drafts are long.
         "max_model_len": rollout.positions(None if spec.serving is None else spec.serving.method),
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,
         "worker_extension_cls": f"{PACKAGE}.worker_extension.CotrainWorker",
     }
     if on_cpu:

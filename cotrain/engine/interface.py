@@ -42,7 +42,7 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def attach(carrier: Any, record: object) -> None:
-    """Let an object of vLLM's carry a record of ours to where vLLM sends it: with a step to the workers, or with drafts back."""
+    """Let an object of vLLM's carry a record of ours to where vLLM sends it, as a step to the workers."""
     carrier.cotrain = record
 
 

@@ -122,9 +122,8 @@ _TRACES: WeakKeyDictionary[nn.Module, tuple[Manifest, LoadTrace]] = WeakKeyDicti
 """The last trace of each model: updates of one layout need no other."""
 
 
-def trace_of(model: nn.Module, tensors: dict[str, Tensor]) -> LoadTrace:
+def trace_of(model: nn.Module, layout: Manifest) -> LoadTrace:
     """Return what the model's loader does with tensors of these names and shapes. Only a change of layout is traced again."""
-    layout: Manifest = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if model not in _TRACES or _TRACES[model][0] != layout:
         _TRACES[model] = layout, _trace(model, layout)
     return _TRACES[model][1]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
 from cotrain.engine.load_trace import Box, Loaded, LoadTrace, trace_of
+from cotrain.weights.payload import manifest_of
 
 
 def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
@@ -25,7 +26,7 @@ def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tenso
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    trace = trace_of(model, tensors)
+    trace = trace_of(model, manifest_of(tensors.items()))
     initialize_layerwise_reload(model)
     try:
         with disable_mtp_completeness_check():
@@ -89,7 +90,7 @@ def differing_tensors(
     turns, each of n input columns is compared within ceil(n / columns) turns. Names that the model does not serve at all
     are reported too, and those that its loader computes with.
     """
-    trace = trace_of(model, expected)
+    trace = trace_of(model, manifest_of(expected.items()))
     differing = set(trace.arithmetic)
     copies = derived_copies(model)
     for loaded in trace.loaded:

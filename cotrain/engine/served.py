@@ -55,10 +55,7 @@ class ServedWeights:
 
     def check_loading(self) -> None:
         """Raise ValueError that names what an update could not compare: tensors that vLLM computes with while it loads them."""
-        layout = {
-            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self._expected().items()
-        }
-        if computed := sorted(trace_of(self.model, layout).arithmetic):
+        if computed := sorted(trace_of(self.model, self._expected()).arithmetic):
             architecture = type(self.model).__name__
             message = f"vLLM's {architecture} computes with {computed[:4]} while it loads them, so that updates could not be checked"
             raise ValueError(f"{message}; train a policy of another architecture")

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cotrain.weights.payload import header
+from cotrain.weights.payload import header, manifest_of
 from drafters.base import SamplingParams
 
 ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
@@ -85,11 +85,10 @@ def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
     """
     tensors = {f"{i}.{name}": getattr(record, name) for name in ROWS for i, record in enumerate(records)}
     others = [{f.name: getattr(record, f.name) for f in fields(record) if f.name not in ROWS} for record in records]
-    layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     metadata = {"cotrain": json.dumps(others, default=asdict)}
     with open(path, "wb") as file:
         # By field, with masks last, so that no tensor begins at an odd byte.
-        file.write(header(layout, [*tensors], metadata)[0])
+        file.write(header(manifest_of(tensors.items()), [*tensors], metadata)[0])
         for tensor in tensors.values():
             for part in tensor.split(ROWS_AT_ONCE):  # rows that lie in those of another tensor are copied in the cache
                 file.write(part.contiguous().view(torch.uint8).numpy().data)

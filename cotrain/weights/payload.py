@@ -39,9 +39,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
 
 
-def manifest_of(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Manifest:
-    """Return shapes and dtypes of tensors that are sent, or expected, with floating-point ones in `dtype`."""
-    return {name: (tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for name, t in tensors}
+def manifest_of(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Manifest:
+    """Return shapes and dtypes of tensors that are sent, or expected, with floating-point ones in `dtype` unless that is None."""
+    return {name: (tuple(t.shape), dtype if dtype and t.is_floating_point() else t.dtype) for name, t in tensors}
 
 
 def write_payload(state: dict[str, Tensor], path: str | Path, dtype: torch.dtype) -> WeightPayload:

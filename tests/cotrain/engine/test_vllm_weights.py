@@ -12,6 +12,7 @@ from cotrain.engine import cpu_packing
 from cotrain.engine import loading as vllm_weights
 from cotrain.engine.load_trace import trace_of
 from cotrain.engine.served import ServedWeights
+from cotrain.weights.payload import manifest_of
 from tests.cotrain.engine.conftest import moved
 
 SERVED = {
@@ -45,7 +46,7 @@ def test_a_reload_is_served_and_read_back_exactly(serve, experts_are_packed, arc
 
 def loaded_elements(model: nn.Module, state: dict[str, torch.Tensor]) -> Counter[str]:
     """How many elements of each tensor are somewhere in the model; those in several places count once."""
-    copies = {copy for loaded in trace_of(model, state).loaded for copy in loaded.copies}
+    copies = {copy for loaded in trace_of(model, manifest_of(state.items())).loaded for copy in loaded.copies}
     found = Counter[str]()
     for _, name, source in copies:
         found[name] += math.prod(source.shape)
@@ -115,7 +116,7 @@ def test_a_tensor_that_is_computed_with_on_load_is_named(serve, tmp_path, comput
     weights.check_loading()
     recorded(served.model.model.norm).weight_loader = composed_weight_loader(default_weight_loader, compute)
     update = served.state | {"another.weight": torch.zeros(1)}
-    assert trace_of(served.model, update).arithmetic == {"model.norm.weight"}
+    assert trace_of(served.model, manifest_of(update.items())).arithmetic == {"model.norm.weight"}
     assert vllm_weights.differing_tensors(served.model, update) == ["another.weight", "model.norm.weight"]
     weights = ServedWeights(served.model, served.model_config, tmp_path / "kept")
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
