@@ -16,6 +16,7 @@ import platform
 import random
 import tempfile
 import time
+from concurrent.futures import Future
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +28,7 @@ from cotrain.config.schema import RunConfig
 from cotrain.loop.producer import Producer, Prompts
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
+from cotrain.process.cluster import Arrival
 from cotrain.records import Prompt, Rollout, RolloutBatch, RolloutRequest, Segment, Versions, Window
 from cotrain.run.checkpoint import RunState
 from cotrain.run.rows import RowFile
@@ -63,16 +65,16 @@ class Cluster:
         self.under_way.append(reference)
         self.most = max(self.most, len(self.under_way))
 
-    def next_arrival(self, seconds: float) -> Reference:
+    def next_arrival(self, seconds: float) -> Arrival:
         place = self.random.randrange(len(self.under_way))
         self.under_way[place], self.under_way[-1] = self.under_way[-1], self.under_way[place]
-        return self.under_way.pop()
+        return Arrival(self.under_way.pop(), Future())
 
-    def get(self, references: list[Reference]) -> list[Any]:
+    def result(self, arrival: Arrival) -> Any:
         began = time.process_time()
-        results = [answer(pickle.loads(reference.what)) for reference in references]
+        result = answer(pickle.loads(arrival.reference.what))
         Cluster.seconds += time.process_time() - began
-        return results
+        return result
 
 
 def answer(what: list[Any]) -> Any:

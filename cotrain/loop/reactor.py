@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cotrain.process.cluster import Cluster
+from cotrain.process.cluster import Arrival, Cluster
 from cotrain.process.failures import RunFailure
 
 T = TypeVar("T")
@@ -54,14 +54,14 @@ class Reactor:
         while not (returned := done()):
             if not self._handlers:
                 raise RunFailure(f"deadlock: no task is pending ({self._describe()}): please report this")
-            ended = self._cluster.next_arrival(TICK_SECONDS)
-            if ended in self._handlers:  # another handler may have dropped it
-                self._handle(ended)
+            arrival = self._cluster.next_arrival(TICK_SECONDS)
+            if arrival is not None and arrival.reference in self._handlers:  # another handler may have dropped it
+                self._handle(arrival)
             now = time.monotonic()
-            if ended is None or now - ticked > TICK_SECONDS:
+            if arrival is None or now - ticked > TICK_SECONDS:
                 self._tick()
                 ticked = now
-            last = now if ended is not None else last
+            last = now if arrival is not None else last
             if now - last > self._stalled_after_s:
                 hung = self._cluster.hung(list(self._handlers), self._stalled_after_s)
                 raise RunFailure(f"{hung}; {self._describe()}")
@@ -73,10 +73,10 @@ class Reactor:
             self.add(reference, lambda result: None)
         self.until(lambda: self._handlers.keys().isdisjoint(references))
 
-    def _handle(self, ended: Any) -> None:
-        handler, failed = self._handlers.pop(ended)
+    def _handle(self, arrival: Arrival) -> None:
+        handler, failed = self._handlers.pop(arrival.reference)
         try:
-            [result] = self._cluster.get([ended])
+            result = self._cluster.result(arrival)
         except RunFailure as failure:
             if failed is None:
                 raise

@@ -8,13 +8,14 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.failures import RunFailure
@@ -119,6 +120,13 @@ class Process:
     has_answered: bool = False
 
 
+class Arrival(NamedTuple):
+    """A call that has ended: its reference, and the future of its result."""
+
+    reference: Any
+    future: Future[Any]
+
+
 class Cluster:
     """Ray, and the actors of one run. Unless the run joins a cluster, its Ray is private and serves this run alone."""
 
@@ -126,7 +134,7 @@ class Cluster:
         """Start or join Ray, and place the roles; raises RunFailure if either fails. resume: arguments that continue the run."""
         self._hang_after_s, self._logs, self._resume = config.cluster.hang_after_s, logs, resume
         self._actors: dict[str, Process] = {}  # by the actor's id
-        self._arrivals: SimpleQueue[Any] = SimpleQueue()  # references of watched calls that have ended
+        self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
         with ExitStack() as stack:
             self.scratch = stack.enter_context(scratch_folder(config.name))
             """Folder of this node in shared memory, which is removed after all processes have ended."""
@@ -201,11 +209,18 @@ class Cluster:
         actors = {_actor_of(reference) for reference in references}
         started = all(self._actors[actor].has_answered for actor in actors)
         timeout = seconds or self._hang_after_s * (1 if started else STARTING_FACTOR)
+        with self._answer_of(actors):
+            try:
+                return self._ray.get(references, timeout=timeout)
+            except self._ray.exceptions.GetTimeoutError:
+                raise self.hung(references, timeout) from None
+
+    @contextmanager
+    def _answer_of(self, actors: set[str]) -> Iterator[None]:
+        """Raise an actor's exception as its own type, and what Ray raises of a process as a RunFailure."""
         errors = self._ray.exceptions
         try:
-            results = self._ray.get(references, timeout=timeout)
-        except errors.GetTimeoutError:
-            raise self.hung(references, timeout) from None
+            yield
         except errors.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             if isinstance(cause, RunFailure):
@@ -217,7 +232,6 @@ class Cluster:
             raise self._died(actors, error) from error
         for actor in actors:
             self._actors[actor].has_answered = True
-        return results
 
     def _died(self, actors: Collection[str], error: Any) -> RunFailure:
         """Return the failure of actors that, as Ray reports, do not answer any more. The error may name the one that died."""
@@ -230,13 +244,18 @@ class Cluster:
 
     def watch(self, reference: Any) -> None:
         """Let `next_arrival` return this call when it has ended. Ray's thread notes it, so waiting costs the same for many."""
-        reference.future().add_done_callback(lambda _: self._arrivals.put(reference))
+        reference.future().add_done_callback(lambda future: self._arrivals.put(Arrival(reference, future)))
 
-    def next_arrival(self, seconds: float) -> Any:
-        """Return the reference of the watched call that ended first, or None if none has ended after so many seconds."""
+    def next_arrival(self, seconds: float) -> Arrival | None:
+        """Wait `seconds` at most for a watched call that has ended, and return the one that ended first."""
         with suppress(Empty):
             return self._arrivals.get(timeout=seconds)
         return None
+
+    def result(self, arrival: Arrival) -> Any:
+        """Return the result of a call that has ended, or raise what `get` does."""
+        with self._answer_of({_actor_of(arrival.reference)}):
+            return arrival.future.result()
 
     def hung(self, references: list[Any], seconds: float) -> RunFailure:
         """Return the failure that names the roles of all references that have no result after this many seconds."""

@@ -1,8 +1,10 @@
 """Ray as the reactor sees it."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+from cotrain.process.cluster import Arrival
 from cotrain.process.failures import RunFailure, TaskFailed
 
 
@@ -27,23 +29,23 @@ class Cluster:
         self.happens([reference])
         return reference.result is not None
 
-    def next_arrival(self, seconds: float) -> Reference | None:
+    def next_arrival(self, seconds: float) -> Arrival | None:
         if (ended := self._first_ended()) is None:
             self.happens(self.watched)
             ended = self._first_ended()
-        if ended is not None:
-            self.watched.remove(ended)
-        return ended
+        if ended is None:
+            return None
+        self.watched.remove(ended)
+        return Arrival(ended, Future())
 
     def _first_ended(self) -> Reference | None:
         return next((reference for reference in self.watched if reference.result is not None), None)
 
-    def get(self, references: list[Reference]) -> list[Any]:
-        results = [reference.result for reference in references]
-        for result in results:
-            if isinstance(result, Exception) and not isinstance(result, TaskFailed):  # that is returned
-                raise result
-        return results
+    def result(self, arrival: Arrival) -> Any:
+        result = arrival.reference.result
+        if isinstance(result, Exception) and not isinstance(result, TaskFailed):  # that is returned
+            raise result
+        return result
 
     def hung(self, references: list[Reference], seconds: float) -> RunFailure:
         return RunFailure(f"{len(references)} do not answer")

@@ -228,14 +228,20 @@ def test_a_role_that_does_not_answer_is_named(cluster):
         cluster.get([Reference("a", 1), Reference("b", None)])
 
 
-def test_calls_arrive_in_the_order_in_which_they_end_whatever_they_return_or_raise(cluster):
+def test_calls_arrive_in_the_order_in_which_they_end_with_what_get_would_return_or_raise(cluster):
     calls = [Reference("a", 1), Reference("b", task_error(ValueError("too long"))), Reference("b", died("b"))]
     for call in calls:
         cluster.watch(call)
     assert cluster.next_arrival(0.0) is None
     for call in reversed(calls):
         call.end()
-    assert [cluster.next_arrival(0.0) for _ in calls] == calls[::-1]
+    arrivals = [cluster.next_arrival(0.0) for _ in calls]
+    assert [arrival.reference for arrival in arrivals] == calls[::-1]
+    with pytest.raises(RunFailure, match=r"^rollout_0: its process has died"):
+        cluster.result(arrivals[0])
+    with pytest.raises(ValueError, match=r"^too long$"):
+        cluster.result(arrivals[1])
+    assert cluster.result(arrivals[2]) == 1
 
 
 def test_a_first_answer_may_take_longer(cluster):
