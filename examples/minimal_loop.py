@@ -96,8 +96,9 @@ async def generate(config: RunConfig, engine: RolloutEngine, prompts: list[tuple
 
 def with_advantages(config: RunConfig, rewards: list[float], batch: RolloutBatch) -> list[ScoredRollout]:
     """Return the rollouts with their rewards, and advantages relative to the samples of the same prompt."""
-    groups = [rollout.prompt_id for rollout in batch.rollouts]
-    advantages = group_advantages(groups, rewards, config.policy.advantage)
+    size = config.rollout.samples_per_prompt
+    groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
+    advantages = [one for group in groups for one in group_advantages(group, config.policy.advantage)]
     return [ScoredRollout(*fields) for fields in zip(batch.rollouts, rewards, advantages, strict=True)]
 
 

@@ -191,12 +191,12 @@ class Controller:
         return self.producer.take()
 
     def _scored(self, groups: list[Group]) -> list[ScoredRollout]:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rewards = [reward for group in groups for reward in group.rewards]
-        # Not by prompt: where another prompt has taken the place of one that was lost, two groups may have the same.
-        places = [str(place) for place, group in enumerate(groups) for _ in group.rollouts]
-        advantages = group_advantages(places, rewards, self.config.policy.advantage)
-        return [ScoredRollout(*fields) for fields in zip(rollouts, rewards, advantages, strict=True)]
+        scored = list[ScoredRollout]()
+        for group in groups:
+            advantages = group_advantages(group.rewards, self.config.policy.advantage)
+            samples = zip(group.rollouts, group.rewards, advantages, strict=True)
+            scored += [ScoredRollout(*fields) for fields in samples]
+        return scored
 
     def _check_distribution(
         self, step: int, scored: list[ScoredRollout], clock: Clock

@@ -50,9 +50,9 @@ def test_each_group_has_an_advantage_of_its_own_even_where_two_have_the_same_pro
     """Where a group was lost twice, another prompt takes its place, and a small task has no other than those of the step."""
     controller = start(World(GOOD), task={"type": "reasoning_gym", "name": "chain_sum"})
     prompt, rollouts = Prompt("0", [], None), controller.roles.engines.world.generate(1).rollouts[:2]
-    rewards = [[0.0, 1.0], [5.0, 7.0]]
+    rewards = [[0.0, 1.0], [7.0, 5.0]]
     scored = controller._scored([Group(0, prompt=prompt, rollouts=rollouts, rewards=of_group) for of_group in rewards])
-    assert [round(one.advantage, 2) for one in scored] == [-0.71, 0.71] * 2
+    assert [round(one.advantage, 2) for one in scored] == [-0.71, 0.71, 0.71, -0.71]
 
 
 def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
