@@ -61,7 +61,7 @@ def features(target: TargetSpec, layers: tuple[int, ...], version: int) -> Featu
 
 def roles(config: RunConfig, model: Path, folder: Path, versions: int) -> tuple[PolicyLearner, DrafterTrainer]:
     """Return a learner and a trainer after a step of each."""
-    learner = PolicyLearner(config.policy, config.rollout, str(model), 10, 0)
+    learner = PolicyLearner(config.policy, config.rollout, str(model), 10)
     learner.update([rollout(number) for number in range(4)])
     trainer, target = DrafterTrainer(trainer_spec(config), model, None), TargetSpec.from_pretrained(model)
     head = {"model.embed_tokens.weight": torch.randn(target.vocab_size, target.hidden_size)}

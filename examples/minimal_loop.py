@@ -71,7 +71,7 @@ async def start(config: RunConfig, model: Path, scratch: Path) -> Roles:
     spec = EngineSpec(config.rollout, str(model), folder, trainer.serving(), config.seed, str(scratch))
     engine = RolloutEngine(spec)
     await engine.start()
-    learner = PolicyLearner(config.policy, config.rollout, str(model), config.steps, config.seed, device)
+    learner = PolicyLearner(config.policy, config.rollout, str(model), config.steps, device)
     return Roles(engine, learner, trainer, scratch, Publication(last_good=0))
 
 

@@ -115,5 +115,5 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
     model_path, device = str(nodes.model_path), cluster.device
-    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, config.seed, device)
+    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, device)
     return Policy(cluster, actors, first, create)
