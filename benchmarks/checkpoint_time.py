@@ -95,7 +95,7 @@ def main() -> None:
         folder = Path(scratch)
         learner, trainer = roles(config, resolve_model(args.model), folder, args.versions)
         print(f"{date.today()}  {platform.node()}, {os.cpu_count()} cores, torch {torch.__version__}; {args.model}")
-        with RunDir.create(folder, "run") as run_dir:
+        with RunDir(folder, "run", resumed=False) as run_dir:
             for step in range(1, args.rounds + 1):
                 sizes = save(learner, trainer, run_dir, step, stage)
     for name, taken in best.items():
