@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from cotrain.actors.engines import HISTORY
 from cotrain.actors.learner import Learner
 from cotrain.config.schema import RunConfig
 from cotrain.loop.roles import Roles
@@ -16,9 +17,6 @@ from cotrain.process.calls import Reply
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.trainer import DrafterTrainer
-
-HISTORY = "history.safetensors"
-"""File of a checkpoint with the index of finished rollouts, if the engines draft from history."""
 
 Part = tuple[Learner[Any], list[Reply[None]]]  # a role that saves, and its call
 
