@@ -61,7 +61,7 @@ def features(target: TargetSpec, layers: tuple[int, ...], version: int) -> Featu
 
 def roles(config: RunConfig, model: Path, folder: Path, versions: int) -> tuple[PolicyLearner, DrafterTrainer]:
     """Return a learner and a trainer after a step of each."""
-    learner = PolicyLearner(config.policy, config.rollout, str(model), 10, 0)
+    learner = PolicyLearner(config.policy, config.rollout, str(model), 10)
     learner.update([rollout(number) for number in range(4)])
     trainer, target = DrafterTrainer(trainer_spec(config), model, None), TargetSpec.from_pretrained(model)
     head = {"model.embed_tokens.weight": torch.randn(target.vocab_size, target.hidden_size)}
@@ -95,7 +95,7 @@ def main() -> None:
         folder = Path(scratch)
         learner, trainer = roles(config, resolve_model(args.model), folder, args.versions)
         print(f"{date.today()}  {platform.node()}, {os.cpu_count()} cores, torch {torch.__version__}; {args.model}")
-        with RunDir.create(folder, "run") as run_dir:
+        with RunDir(folder, "run", resumed=False) as run_dir:
             for step in range(1, args.rounds + 1):
                 sizes = save(learner, trainer, run_dir, step, stage)
     for name, taken in best.items():

@@ -71,7 +71,7 @@ async def start(config: RunConfig, model: Path, scratch: Path) -> Roles:
     spec = EngineSpec(config.rollout, str(model), folder, trainer.serving(), config.seed, str(scratch))
     engine = RolloutEngine(spec)
     await engine.start()
-    learner = PolicyLearner(config.policy, config.rollout, str(model), config.steps, config.seed, device)
+    learner = PolicyLearner(config.policy, config.rollout, str(model), config.steps, device)
     return Roles(engine, learner, trainer, scratch, Publication(last_good=0))
 
 
@@ -96,8 +96,9 @@ async def generate(config: RunConfig, engine: RolloutEngine, prompts: list[tuple
 
 def with_advantages(config: RunConfig, rewards: list[float], batch: RolloutBatch) -> list[ScoredRollout]:
     """Return the rollouts with their rewards, and advantages relative to the samples of the same prompt."""
-    groups = [rollout.prompt_id for rollout in batch.rollouts]
-    advantages = group_advantages(groups, rewards, config.policy.advantage)
+    size = config.rollout.samples_per_prompt
+    groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
+    advantages = [one for group in groups for one in group_advantages(group, config.policy.advantage)]
     return [ScoredRollout(*fields) for fields in zip(batch.rollouts, rewards, advantages, strict=True)]
 
 

@@ -22,7 +22,7 @@ KEPT_DRAFTER = "kept/rank_0/drafter.safetensors"
 """File in an engine's folder: the drafter that the engine was last sent, see ServedWeights."""
 
 HISTORY = "history.safetensors"
-"""File in an engine's folder: the history that the engine drafts from, for another one that is started again."""
+"""File with the history that engines draft from: in a checkpoint, and in an engine's folder for another one that is started again."""
 
 UPDATE_SECONDS = 300.0
 """An engine that has not checked or loaded weights after this time counts as dead; a few seconds are usual."""

@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, TypeVar
 
-from cotrain.process.calls import P, T, begin
+from cotrain.process.calls import P, Reply, T, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 
@@ -25,13 +24,6 @@ class LearnerActor(Actor):
         return getattr(self._learner, method)(*args, **options), began, time.time()
 
 
-@dataclass(frozen=True)
-class Pending(Generic[T]):
-    """A call that has begun on all ranks."""
-
-    references: list[Any]
-
-
 class Learner(Generic[L]):
     """Base of a client of a learner L, whose methods it calls; each rank runs its calls in order."""
 
@@ -42,16 +34,16 @@ class Learner(Generic[L]):
         self._cluster, self._actors = cluster, actors
         self._started = [actor.start.remote(create) for actor in actors]
 
-    def finish(self, pending: Pending[T]) -> T:
-        """Wait for all ranks and return the result of rank 0."""
-        results = self._cluster.get([*self._started, *pending.references])
+    def finish(self, begun: list[Reply[T]]) -> T:
+        """Wait for a call on all ranks and return the result of rank 0."""
+        results = self._cluster.get([*self._started, *(reply.reference for reply in begun)])
         result, *self.last_call = results[len(self._started)]
         self._started = []
         return result
 
-    def begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+    def begin(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> list[Reply[T]]:
         """Begin a call on all ranks; `finish` waits for it."""
-        return Pending([begin(actor, method, *args, **options).reference for actor in self._actors])
+        return [begin(actor, method, *args, **options) for actor in self._actors]
 
     def call(self, method: Callable[Concatenate[L, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Return the result of a call. Raises what a rank raised."""

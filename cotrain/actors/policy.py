@@ -7,7 +7,7 @@ from typing import Any, Concatenate
 
 from torch import Tensor
 
-from cotrain.actors.learner import Learner, LearnerActor, Pending
+from cotrain.actors.learner import Learner, LearnerActor
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
@@ -31,12 +31,12 @@ class Policy(Learner[PolicyLearner]):
 
     _connected: list[Any] | None = None  # the engines to which `send_weights` has connected the learner
 
-    def begin_update(self, rollouts: list[ScoredRollout]) -> Pending[dict[str, float]]:
+    def begin_update(self, rollouts: list[ScoredRollout]) -> list[Reply[dict[str, float]]]:
         return self.begin(PolicyLearner.update, self._cluster.put(rollouts))
 
-    def of_rank_0(self, pending: Pending[T | None]) -> T:
+    def of_rank_0(self, begun: list[Reply[T | None]]) -> T:
         """Wait for a call that returns None on all ranks but the first."""
-        result = self.finish(pending)
+        result = self.finish(begun)
         assert result is not None
         return result
 
@@ -115,5 +115,5 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
     model_path, device = str(nodes.model_path), cluster.device
-    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, config.seed, device)
+    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, device)
     return Policy(cluster, actors, first, create)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cotrain.acceptance_stats import counts_by_depth
-from cotrain.actors.learner import Pending
 from cotrain.config.schema import RunConfig
 from cotrain.loop.checks import Checks
 from cotrain.loop.ledger import Group, check_lag, reward_queue_s
@@ -22,6 +21,7 @@ from cotrain.loop.step import Clock, StepResult
 from cotrain.loop.training import DrafterTraining
 from cotrain.policy.learner import PolicyLearner
 from cotrain.policy.losses import group_advantages
+from cotrain.process.calls import Reply
 from cotrain.process.failures import RunFailure, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.publish.decision import Outcome
@@ -78,7 +78,7 @@ class Controller:
         self._training = (
             DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
         )
-        self._heads: Pending[None] = Pending([])  # the call in which the trainer reads the policy's head
+        self._heads: list[Reply[None]] = []  # the call in which the trainer reads the policy's head
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
 
@@ -88,7 +88,7 @@ class Controller:
         Raises RunFailure before the first step when a checkpoint without its tensors cannot be saved.
         """
         try:
-            self._checkpoints.try_out(self._snapshot(self.state))
+            self._checkpoints.try_out(self._snapshot())
         except Exception as error:
             failure = f"checkpoints of this run cannot be saved in {self.run_dir.checkpoints}: {error}"
             raise RunFailure(failure) from error
@@ -111,7 +111,7 @@ class Controller:
         """Save the last whole step, unless it has been."""
         self._checkpoints.finish()
         if self.step and not self.run_dir.checkpoint(self.step).exists():
-            self._checkpoints.begin(self._snapshot(self.state))
+            self._checkpoints.begin(self._snapshot())
             self._checkpoints.finish()
 
     @property
@@ -161,12 +161,12 @@ class Controller:
                 folder, data = self.run_dir.drafter(event.version), f"{self.config.name}:rollouts to step {step - 1}"
                 tags = {"data_fingerprint": data, "decision": event.reason}
                 self.records.tracker.log_drafter(folder, self.versions, step, outcome.promised, tags)
+        seconds = self.state.seconds + clock.step_seconds
+        self.state = replace(self.state, step=step, versions=self.versions, seconds=seconds)
         last = step == self.config.steps or stop_requested()
         if last or step % self.config.checkpoint.every == 0:
             with clock.phase("checkpoint"):
-                state = replace(self.state, step=step, versions=self.versions)
-                state = replace(state, seconds=state.seconds + clock.step_seconds)
-                self._checkpoints.begin(self._snapshot(state))
+                self._checkpoints.begin(self._snapshot())
                 if last:  # no step follows in which the roles could write
                     self._checkpoints.wait()
         return StepResult(
@@ -191,12 +191,12 @@ class Controller:
         return self.producer.take()
 
     def _scored(self, groups: list[Group]) -> list[ScoredRollout]:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rewards = [reward for group in groups for reward in group.rewards]
-        # Not by prompt: where another prompt has taken the place of one that was lost, two groups may have the same.
-        places = [str(place) for place, group in enumerate(groups) for _ in group.rollouts]
-        advantages = group_advantages(places, rewards, self.config.policy.advantage)
-        return [ScoredRollout(*fields) for fields in zip(rollouts, rewards, advantages, strict=True)]
+        scored = list[ScoredRollout]()
+        for group in groups:
+            advantages = group_advantages(group.rewards, self.config.policy.advantage)
+            samples = zip(group.rollouts, group.rewards, advantages, strict=True)
+            scored += [ScoredRollout(*fields) for fields in samples]
+        return scored
 
     def _check_distribution(
         self, step: int, scored: list[ScoredRollout], clock: Clock
@@ -226,7 +226,7 @@ class Controller:
         metrics: dict[str, float] = {}
         payload = None
         if drafter is not None and publisher is not None and self.mode is None:
-            self.roles.reactor.wait(self._heads.references)
+            self.roles.reactor.wait(self._heads)
             outcome = publisher.evaluate(step, batch)
             self.records.decided(outcome)
             if outcome.swap is not None:
@@ -238,16 +238,16 @@ class Controller:
         else:
             self.roles.nodes.remove_all(batch.features)  # tapped before speculation was switched off
         if update is not None:
-            self.roles.reactor.wait(update.references)
+            self.roles.reactor.wait(update)
             metrics = policy.finish(update)
             began, ended = policy.last_call
             clock.seconds["update"] = ended - began
             self.records.events.write(step, {"time": ended, "event": "policy updated", "seconds": ended - began})
             # The trainer must have read the file before it is written again.
-            self.roles.reactor.wait(self._heads.references)
+            self.roles.reactor.wait(self._heads)
             file = self.roles.nodes.scratch[policy.node] / POLICY_FILE
             written = policy.begin(PolicyLearner.write_payload, file)
-            self.roles.reactor.wait(written.references)
+            self.roles.reactor.wait(written)
             payload = policy.of_rank_0(written)
             self.roles.engines.begin_check_policy(payload, policy.node)
         if self._training is not None:
@@ -270,8 +270,6 @@ class Controller:
         """Record a step that has ended."""
         step, row, records = result.step, result.row(self.config), self.records
         self.last_rollouts = result.scored
-        seconds = self.state.seconds + result.seconds["step"]
-        self.state = replace(self.state, step=step, versions=self.versions, seconds=seconds)
         acceptance = counts_by_depth(one.rollout for one in result.scored)
         records.steps.write(step, {"engines": result.engine_steps, "acceptance": acceptance})
         records.metrics.write(step, row)
@@ -284,11 +282,11 @@ class Controller:
             if event.is_bad_news:
                 records.console.say(f"  {event.kind}: {event.reason}")
 
-    def _snapshot(self, state: RunState) -> RunState:
-        """Return `state` with all that a checkpoint holds besides what the roles save."""
+    def _snapshot(self) -> RunState:
+        """Return the state with all that a checkpoint holds besides what the roles save."""
         publisher = self.roles.publisher
         return replace(
-            state,
+            self.state,
             config=self.config.model_dump(mode="json"),
             lossless=self.checks.monitor.state(),
             drafting=None if publisher is None else publisher.state(),

@@ -5,9 +5,10 @@ are handled one by one, in the order in which they arrive, and each at the same 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from cotrain.process.calls import Reply
 from cotrain.process.cluster import Arrival, Cluster
 from cotrain.process.failures import RunFailure
 
@@ -67,8 +68,9 @@ class Reactor:
                 raise RunFailure(f"{hung}; {self._describe()}")
         return returned
 
-    def wait(self, references: list[Any]) -> None:
-        """Handle results until these references have theirs, which are ignored."""
+    def wait(self, calls: Sequence[Reply[Any]]) -> None:
+        """Handle results until these calls have theirs, which are ignored."""
+        references = [call.reference for call in calls]
         for reference in references:
             self.add(reference, lambda result: None)
         self.until(lambda: self._handlers.keys().isdisjoint(references))

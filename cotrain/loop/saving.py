@@ -6,17 +6,19 @@ engines generate the next step. Nothing has to be copied, and only a call that t
 
 import time
 from contextlib import ExitStack
+from typing import Any
 
-from cotrain.actors.learner import Pending
+from cotrain.actors.engines import HISTORY
+from cotrain.actors.learner import Learner
 from cotrain.config.schema import RunConfig
 from cotrain.loop.roles import Roles
 from cotrain.policy.learner import PolicyLearner
+from cotrain.process.calls import Reply
 from cotrain.run.checkpoint import RunState, new_checkpoint
 from cotrain.run.run_dir import RunDir
 from cotrain.trainer.trainer import DrafterTrainer
 
-HISTORY = "history.safetensors"
-"""File of a checkpoint with the index of finished rollouts, if the engines draft from history."""
+Part = tuple[Learner[Any], list[Reply[None]]]  # a role that saves, and its call
 
 
 class Checkpoints:
@@ -25,7 +27,7 @@ class Checkpoints:
     def __init__(self, config: RunConfig, run_dir: RunDir, roles: Roles):
         self._config, self._run_dir, self._roles = config, run_dir, roles
         self._open = ExitStack()  # the folder that is being written, if there is one
-        self._parts: list[Pending[None]] = []
+        self._parts: list[Part] = []
         self._began, self._seconds = 0.0, dict[str, float]()
 
     def try_out(self, state: RunState) -> None:
@@ -45,25 +47,24 @@ class Checkpoints:
         policy, drafter = self._roles.policy, self._roles.drafter
         with ExitStack() as stack:
             folder = stack.enter_context(new_checkpoint(self._run_dir, state, self._config.checkpoint.keep_last, trial))
-            parts = [policy.begin(PolicyLearner.save, folder / "policy", not trial)]
+            parts: list[Part] = [(policy, policy.begin(PolicyLearner.save, folder / "policy", not trial))]
             if drafter is not None and not trial:  # the first drafter has been saved into the run folder
                 if state.step % self._config.checkpoint.every == 0:
                     drafter.begin(DrafterTrainer.drop_earlier_versions)
-                parts.append(drafter.begin(DrafterTrainer.save, folder / "drafter"))
+                parts.append((drafter, drafter.begin(DrafterTrainer.save, folder / "drafter")))
             if self._config.rollout.history is not None:
                 self._roles.engines.save_history(folder / HISTORY)
             self._parts, self._open = parts, stack.pop_all()
 
     def poll(self) -> None:
         """Make the checkpoint whole if the roles have written their parts."""
-        if all(self._roles.reactor.is_there(reference) for part in self._parts for reference in part.references):
+        if all(self._roles.reactor.is_there(call.reference) for _, calls in self._parts for call in calls):
             self.finish()
 
     def wait(self) -> None:
         """Wait until the roles have written their parts. Raises what a role raised."""
-        for part, role in zip(self._parts, (self._roles.policy, self._roles.drafter), strict=False):
-            assert role is not None
-            role.finish(part)
+        for role, calls in self._parts:
+            role.finish(calls)
 
     def finish(self) -> None:
         """Wait, and make the checkpoint whole if there is one. Raises as `wait` does, or OSError naming the fix for a full disk."""

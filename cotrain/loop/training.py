@@ -16,18 +16,20 @@ class DrafterTraining:
         assert config.drafter is not None
         self._round = config.drafter.updates_per_step
         self._trainer, self._reactor, self._events = trainer, reactor, events
-        self._step, self._left, self.under_way = 0, 0, False
+        self._step = 0
+        self.left = 0  # updates that are still to be made; one of them is under way
         self._rows: list[dict[str, float]] = []
 
     def begin(self, step: int) -> None:
         """Start a round of drafter.updates_per_step updates. Updates that are left of an earlier round are dropped."""
-        self._step, self._left = step, self._round
-        if not self.under_way:
+        is_idle = not self.left
+        self._step, self.left = step, self._round
+        if is_idle:
             self._go_on()
 
     def finish(self) -> None:
         """Wait for the end of the round."""
-        self._reactor.until(lambda: not self.under_way)
+        self._reactor.until(lambda: not self.left)
 
     def metrics(self) -> dict[str, float]:
         """Means over the updates since the last call, with their total time as drafter/train_s; empty if there were none."""
@@ -39,15 +41,13 @@ class DrafterTraining:
         return metrics | {"drafter/train_s": seconds, "drafter/updates": len(rows)}
 
     def _go_on(self) -> None:
-        self.under_way = True
-        [reference] = self._trainer.begin(DrafterTrainer.train, self._step, 1).references
-        self._reactor.add(reference, partial(self._trained, self._step))
+        [call] = self._trainer.begin(DrafterTrainer.train, self._step, 1)
+        self._reactor.add(call.reference, partial(self._trained, self._step))
 
     def _trained(self, step: int, returned: tuple[dict[str, float], float, float]) -> None:
         metrics, began, ended = returned
         self._rows.append(metrics)
         self._events.write(step, {"time": ended, "event": "drafter trained", "seconds": ended - began})
-        self._left -= 1
-        self.under_way = False
-        if self._left > 0:
+        self.left -= 1
+        if self.left:
             self._go_on()

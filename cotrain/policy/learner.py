@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -54,7 +54,6 @@ class PolicyLearner:
         rollout: RolloutConfig,
         model_path: str,
         total_steps: int,
-        seed: int,
         device: str = "cpu",
     ):
         """Load the policy from model_path and join the other ranks.
@@ -83,7 +82,6 @@ class PolicyLearner:
                 f"policy.num_processes is {config.num_processes}, but {self._accelerator.num_processes} learner "
                 "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
             )
-        set_seed(seed)
         self._policy = self._load_model(model_path)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
@@ -111,15 +109,11 @@ class PolicyLearner:
         """Take policy.minibatches optimizer steps on these rollouts, which must be the same on all ranks.
 
         A step whose advantages are all 0 is still taken, as is usual, so AdamW's momentum still moves the weights. Returns the
-        policy/* metrics of docs/guide/tracking.md, as means over the response tokens of all ranks. Raises ValueError for fewer rollouts
-        in a minibatch than ranks, and FloatingPointError for a loss or gradient that is not finite, before the optimizer moves.
+        policy/* metrics of docs/guide/tracking.md, as means over the response tokens of all ranks. Each minibatch needs a rollout
+        for each rank, as the rules of a configuration demand. Raises FloatingPointError for a loss or gradient that is not finite,
+        before the optimizer moves.
         """
-        config, num_ranks = self._config, self._accelerator.num_processes
-        if len(rollouts) // config.minibatches < num_ranks:
-            raise ValueError(
-                f"{len(rollouts)} rollouts in {config.minibatches} minibatches leave one of {num_ranks} learner processes "
-                "without any; lower policy.minibatches or policy.num_processes"
-            )
+        config = self._config
         minibatches = split_minibatches(rollouts, config.minibatches)
         shares = [self._micro_batches(minibatch) for minibatch in minibatches]
         if config.old_log_probs == "recomputed":

@@ -5,7 +5,6 @@ which rollout each token belongs to. A loss is sum_n weight_n * loss_n, with wei
 normalisation over the whole minibatch, so micro-batches and ranks just add up.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
@@ -106,28 +105,18 @@ def policy_loss(
 STD_EPSILON = 1e-6  # added to the standard deviation; rewards that differ by no more than this count as equal
 
 
-def group_advantages(
-    group_ids: Sequence[str], rewards: Sequence[float], kind: Literal["group_mean", "group_mean_std"]
-) -> list[float]:
-    """Return the advantage of each rollout, in the order given.
+def group_advantages(rewards: Sequence[float], kind: Literal["group_mean", "group_mean_std"]) -> list[float]:
+    """Return the advantage of each sample of a group, from the rewards r of all its samples.
 
     group_mean:      A_i = r_i - mean(r)                            (Dr. GRPO, arXiv:2503.20783)
     group_mean_std:  A_i = (r_i - mean(r)) / (std(r) + 1e-6)        (GRPO, arXiv:2402.03300)
 
-    A group is all rollouts with the same group id; std is the sample standard deviation (n - 1). A group whose
-    rewards are all equal teaches nothing and gets exactly 0.
+    std is the sample standard deviation (n - 1). A group whose rewards are all equal teaches nothing and gets exactly 0.
     """
-    groups: dict[str, list[float]] = defaultdict(list)
-    for group_id, reward in zip(group_ids, rewards, strict=True):
-        groups[group_id].append(reward)
-    baselines = {group_id: _mean_and_scale(group, kind) for group_id, group in groups.items()}
-    return [(r - baselines[p][0]) / baselines[p][1] for p, r in zip(group_ids, rewards, strict=True)]
-
-
-def _mean_and_scale(group: list[float], kind: str) -> tuple[float, float]:
-    if max(group) - min(group) <= STD_EPSILON:
-        return 0.0, math.inf
-    return fmean(group), stdev(group) + STD_EPSILON if kind == "group_mean_std" else 1.0
+    if max(rewards) - min(rewards) <= STD_EPSILON:
+        return [0.0] * len(rewards)
+    mean, scale = fmean(rewards), stdev(rewards) + STD_EPSILON if kind == "group_mean_std" else 1.0
+    return [(reward - mean) / scale for reward in rewards]
 
 
 def step_metrics(

@@ -3,7 +3,6 @@
 import shlex
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Self
 
 from filelock import FileLock, Timeout
 
@@ -16,8 +15,16 @@ class RunDir(AbstractContextManager["RunDir"]):
     """Paths of one run, hence an attribute for each file. Holds the run's lock from creation to close()."""
 
     def __init__(self, root: Path, name: str, resumed: bool = True) -> None:
-        """Open a folder that exists. Raises ValueError when another process runs it."""
+        """Open the folder of a run or, unless it is resumed, make it. Raises ValueError when another process runs it, or when
+        a new folder cannot be made or is there already."""
         self.path, self.resumed = root / name, resumed
+        if not resumed:
+            try:
+                self.path.mkdir(parents=True)
+            except OSError as error:
+                raise ValueError(
+                    f"run_root: cannot make {self.path} ({error.strerror}); set run_root or name"
+                ) from None
         self.config, self.provenance = self.path / "config.json", self.path / "provenance.json"
         self.metrics, self.decisions = self.path / "metrics.jsonl", self.path / "decisions.jsonl"
         self.stream, self.steps = self.path / "stream.jsonl", self.path / "steps.jsonl"
@@ -33,15 +40,6 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise ValueError(
                 f"name: run {name!r} is being run by another process; stop that process or choose another name=..."
             ) from None
-
-    @classmethod
-    def create(cls, root: Path, name: str) -> Self:
-        """Start a run. Raises ValueError when its folder cannot be made, or is there already."""
-        try:
-            (root / name).mkdir(parents=True)
-        except OSError as error:
-            raise ValueError(f"run_root: cannot make {root / name} ({error.strerror}); set run_root or name") from None
-        return cls(root, name, resumed=False)
 
     def close(self) -> None:
         self._lock.release()

@@ -45,8 +45,7 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     stack.callback(spool.remove)
     model = _checked_model(config, resume, spool)
     remove_leftovers(spool.folder.parent, Path("/dev/shm"))
-    opens = RunDir if resume else RunDir.create
-    run_dir = stack.enter_context(opens(config.run_root, config.name))
+    run_dir = stack.enter_context(RunDir(config.run_root, config.name, resume))
     state = newest_state(run_dir, config, model_fingerprints(model))
     begin_attempt(run_dir, config, state.step)
     init = first_drafter(tracking_uri(config), config.drafter.init, model, run_dir.path / "drafter_init")

@@ -50,8 +50,7 @@ def initialise(config: RunConfig, resume: bool) -> int:
     task = build_task(config.task, config.seed, model, config.rollout.max_prompt_tokens)
     fingerprints = model_fingerprints(model) | {"task": fingerprint(task)}
     with ExitStack() as stack:
-        run_dir = RunDir(config.run_root, config.name) if resume else RunDir.create(config.run_root, config.name)
-        stack.enter_context(run_dir)
+        run_dir = stack.enter_context(RunDir(config.run_root, config.name, resume))
         state = newest_state(run_dir, config, fingerprints)
         if state.step == config.steps and (run_dir.path / "init.json").exists():
             print(f"{run_dir.path} is finished: its drafter is {run_dir.path}/drafter, its figures are init.json")

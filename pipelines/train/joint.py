@@ -34,7 +34,7 @@ def train(config: RunConfig, resume: bool) -> int:
         model_path = resolve_model(config.policy.model)
         task = build_task(config.task, config.seed, model_path, config.rollout.max_prompt_tokens)
         fingerprints = model_fingerprints(model_path) | {"task": fingerprint(task)}
-        run_dir = stack.enter_context(RunDir(root, config.name) if resume else RunDir.create(root, config.name))
+        run_dir = stack.enter_context(RunDir(root, config.name, resume))
         last_lines.append(run_dir.stopped)
         state = newest_state(run_dir, config, fingerprints)
         begin_attempt(run_dir, config, state.step)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.actors.drafter import start_drafter
-from cotrain.actors.engines import RolloutEngines
+from cotrain.actors.engines import HISTORY, RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import start_scorers
 from cotrain.config.schema import RunConfig
@@ -17,7 +17,6 @@ from cotrain.loop.controller import Records as Records
 from cotrain.loop.producer import Prompts as Prompts
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
-from cotrain.loop.saving import HISTORY
 from cotrain.lossless.family import GreedyCheck, compare_greedy
 from cotrain.policy.learner import PolicyLearner
 from cotrain.process.cluster import Cluster

@@ -52,7 +52,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
             **fields,
         )
         resumes = (config.run_root / name).exists()
-        run_dir = RunDir(config.run_root, name) if resumes else RunDir.create(config.run_root, name)
+        run_dir = RunDir(config.run_root, name, resumes)
         checkpoint = latest_checkpoint(run_dir)
         state = load_state(checkpoint) if checkpoint else state
         order = PromptOrder(PROMPTS, PROMPTS, 0)

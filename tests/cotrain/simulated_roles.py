@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.actors.learner import Pending
 from cotrain.loop.controller import Controller
 from cotrain.lossless.emitted import Draws
 from cotrain.models.loading import resolve_model
+from cotrain.process.calls import Reply
 from cotrain.process.failures import TaskFailed
 from cotrain.records import (
     GainReport,
@@ -106,19 +106,19 @@ class Learner:
     last_call, node = (0.0, 1.0), "here"
     unsaveable = ""
 
-    def finish(self, begun: Pending[Any]) -> Any:
-        return begun.references
+    def finish(self, begun: Any) -> Any:
+        return begun
 
     def begin(self, method: Any, *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
     call = begin
 
-    def save(self, folder: Path, weights: bool = True) -> Pending[Any]:
+    def save(self, folder: Path, weights: bool = True) -> list[Any]:
         folder.mkdir()
         if self.unsaveable:
             raise ValueError(self.unsaveable)
-        return Pending([])
+        return []
 
 
 class Policy(Learner):
@@ -126,14 +126,14 @@ class Policy(Learner):
 
     log_prob_gap, biased = 0.001, False
 
-    def begin_update(self, rollouts: list[Any]) -> Pending[Any]:
-        return Pending({"policy/rollout_log_prob_gap": self.log_prob_gap})  # type: ignore[arg-type]
+    def begin_update(self, rollouts: list[Any]) -> dict[str, float]:
+        return {"policy/rollout_log_prob_gap": self.log_prob_gap}
 
-    def write_payload(self, path: Path) -> Pending[Any]:
-        return Pending(WeightPayload(str(path), 10, {}))  # type: ignore[arg-type]
+    def write_payload(self, path: Path) -> WeightPayload:
+        return WeightPayload(str(path), 10, {})
 
-    def of_rank_0(self, pending: Pending[Any]) -> Any:
-        return self.finish(pending)
+    def of_rank_0(self, begun: Any) -> Any:
+        return self.finish(begun)
 
     def hidden_states(self, token_ids: list[int], layers: tuple[int, ...]) -> Any:
         raise AssertionError("the checks that ask for them are replaced")
@@ -155,17 +155,17 @@ class Drafter(Learner):
     def __init__(self, world: World):
         self.world = world
 
-    def train(self, step: int, num_updates: int) -> Pending[Any]:
-        return Pending([(self.world.train(step, num_updates), 0.0, 1.0)])
+    def train(self, step: int, num_updates: int) -> list[Reply[Any]]:
+        return [Reply((self.world.train(step, num_updates), 0.0, 1.0))]
 
-    def set_target_weights(self, path: str, version: int) -> Pending[Any]:
-        return Pending([])
+    def set_target_weights(self, path: str, version: int) -> list[Any]:
+        return []
 
     def save_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir(parents=True)
 
-    def drop_earlier_versions(self) -> Pending[Any]:
-        return Pending([])
+    def drop_earlier_versions(self) -> list[Any]:
+        return []
 
 
 class Nodes:

@@ -97,7 +97,7 @@ def killed_before_its_first_checkpoint(server: TrackingServer, root: Path) -> No
     values = ["name=broken", f"run_root={root}", f"tracking.uri={server.uri}", "tracking.log_drafters=false"]
     config = load_config(list(REPEATABLE[:1]), [*REPEATABLE[1:], *values])
     assert config.drafter is not None
-    with RunDir.create(root, "broken") as run_dir:
+    with RunDir(root, "broken", resumed=False) as run_dir:
         write_config(config, run_dir.config)
         target = TargetSpec.from_pretrained(resolve_model(config.policy.model))
         build_drafter(config.drafter.model, target, config.seed).save(run_dir.drafter(0), torch.float32)

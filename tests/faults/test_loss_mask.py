@@ -37,7 +37,7 @@ def test_11_the_policys_mask(
     shift: int, batch: RolloutBatch, rollout_config: RolloutConfig, target_folder: Path, fault: Fault
 ) -> None:
     def gap(rollouts: list[Rollout]) -> float:
-        learner = PolicyLearner(PolicyConfig(model="tiny:llama"), rollout_config, str(target_folder), 1, 0)
+        learner = PolicyLearner(PolicyConfig(model="tiny:llama"), rollout_config, str(target_folder), 1)
         scored = [ScoredRollout(r, float(i % 2), 1.0 - 2.0 * (i % 2)) for i, r in enumerate(rollouts)]
         return learner.update(scored)["policy/rollout_log_prob_gap"]
 

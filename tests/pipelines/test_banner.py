@@ -9,7 +9,7 @@ from pipelines.train.joint import banner
 
 def test_the_banner_says_where_to_look(run_config: Any, tmp_path: Path) -> None:
     config = run_config(tracking={"uri": "http://host:5000"})
-    with RunDir.create(tmp_path / "runs", "first") as run:
+    with RunDir(tmp_path / "runs", "first", resumed=False) as run:
         gpus = {"policy": 1.0, "rollout_0": 0.5}
         lines = banner(config, run, tmp_path / "model", gpus, [])
     assert lines["run"] == str(run.path) and lines["steps"] == "4 (8 prompts x 8 samples)"

@@ -90,7 +90,7 @@ from pipelines.preflight import find_problems
 config = load_config([SMOKE], ["name=mine"])
 problems = find_problems(config, quick=True)
 assert problems == [], problems
-with RunDir.create(config.run_root, config.name) as run_dir, Tracker(config) as tracker:
+with RunDir(config.run_root, config.name, resumed=False) as run_dir, Tracker(config) as tracker:
     begin_attempt(run_dir, config, 0)
     folder = Path("drafter")
     folder.mkdir()

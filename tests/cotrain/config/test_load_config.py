@@ -207,7 +207,7 @@ def test_the_arguments_that_messages_give_continue_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved = load_config([], [*FULL, f"run_root={root}"])
-    with RunDir.create(saved.run_root, "first") as run:
+    with RunDir(saved.run_root, "first", resumed=False) as run:
         write_config(saved, run.config)
         option, name, *overrides = shlex.split(run.resume)
     assert option == "--resume" and len(overrides) == (root != "runs")

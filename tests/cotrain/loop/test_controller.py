@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.actors.learner import Pending
 from cotrain.loop.controller import Controller
 from cotrain.loop.ledger import Group
+from cotrain.process.calls import Reply
 from cotrain.process.failures import RunFailure, SelfCheckFailed, TaskFailed
 from cotrain.publish.alarms import DrafterAlarm
 from cotrain.records import (
@@ -50,9 +50,9 @@ def test_each_group_has_an_advantage_of_its_own_even_where_two_have_the_same_pro
     """Where a group was lost twice, another prompt takes its place, and a small task has no other than those of the step."""
     controller = start(World(GOOD), task={"type": "reasoning_gym", "name": "chain_sum"})
     prompt, rollouts = Prompt("0", [], None), controller.roles.engines.world.generate(1).rollouts[:2]
-    rewards = [[0.0, 1.0], [5.0, 7.0]]
+    rewards = [[0.0, 1.0], [7.0, 5.0]]
     scored = controller._scored([Group(0, prompt=prompt, rollouts=rollouts, rewards=of_group) for of_group in rewards])
-    assert [round(one.advantage, 2) for one in scored] == [-0.71, 0.71] * 2
+    assert [round(one.advantage, 2) for one in scored] == [-0.71, 0.71, 0.71, -0.71]
 
 
 def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
@@ -351,9 +351,9 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
 
     monkeypatch.setattr(Engines, "begin_generate", begin_generate)
     monkeypatch.setattr("tests.cotrain.simulated_roles.Reactor.is_there", lambda *_: written["now"])
-    monkeypatch.setattr(Policy, "save", lambda self, folder, weights=True: (folder.mkdir(), Pending([None]))[1])
+    monkeypatch.setattr(Policy, "save", lambda self, folder, weights=True: (folder.mkdir(), [Reply(None)])[1])
     dropped: list[int] = []
-    monkeypatch.setattr(Drafter, "drop_earlier_versions", lambda _: dropped.append(controller.step + 1))
+    monkeypatch.setattr(Drafter, "drop_earlier_versions", lambda _: dropped.append(controller.step))
     controller.run()
     assert dropped == [3, 6], "not where a run ends or is stopped in between"
     assert there == [(step, step >= 5) for step in range(7)], "begun after step 3, and whole in step 5"
@@ -368,8 +368,8 @@ def test_the_policys_file_is_written_while_the_drafter_trains(start: Any, monkey
     controller = start(World(GOOD))
     write, trains = Policy.write_payload, []
 
-    def write_payload(policy: Policy, path: Path) -> Pending[Any]:
-        trains.append(controller._training.under_way)
+    def write_payload(policy: Policy, path: Path) -> WeightPayload:
+        trains.append(controller._training.left > 0)
         return write(policy, path)
 
     monkeypatch.setattr(Policy, "write_payload", write_payload)
@@ -384,8 +384,8 @@ def test_a_role_that_cannot_save_ends_the_run_and_leaves_the_checkpoint_before(
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finish = Policy.finish
 
-    def fail(policy: Policy, begun: Pending[Any]) -> Any:
-        if begun.references == [] and controller.step >= 6:
+    def fail(policy: Policy, begun: Any) -> Any:
+        if begun == [] and controller.step >= 6:
             raise full
         return finish(policy, begun)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.actors.learner import Pending
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.training import DrafterTraining
+from cotrain.process.calls import Reply
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.trainer.trainer import DrafterTrainer
 from tests.cotrain.loop.simulated_ray import Cluster, Reference
@@ -21,9 +21,9 @@ class Trainer:
         self.waiting: list[Reference] = []
         self.made: list[Any] = []
 
-    def begin(self, method: Callable[..., Any], *args: Any) -> Pending[Any]:
+    def begin(self, method: Callable[..., Any], *args: Any) -> list[Reply[Any]]:
         self.waiting.append(Reference((method.__name__, *args)))
-        return Pending(self.waiting[-1:])
+        return [Reply(self.waiting[-1])]
 
     def work(self, _: Any = None) -> None:
         if self.waiting:
@@ -59,11 +59,11 @@ def test_other_calls_come_between_two_updates(new: Any) -> None:
     trainer, reactor, training, events = new(lag=1)
     training.begin(3)
     heads = trainer.begin(DrafterTrainer.set_target_weights)
-    reactor.wait(heads.references)
+    reactor.wait(heads)
     assert trainer.made == [("train", 3, 1), ("set_target_weights",)]
     training.begin(4)  # a round begins before the last one has ended
     training.finish()
     assert trainer.made[2:] == [("train", 3, 1)] + [("train", 4, 1)] * 3
     assert training.metrics() == {"drafter/train_s": 2.5, "drafter/loss": 3.8, "drafter/updates": 5}
-    assert not training.under_way and not trainer.waiting
+    assert not training.left and not trainer.waiting
     assert [row["event"] for row in read_rows(events.path)] == ["drafter trained"] * 5

@@ -104,7 +104,7 @@ def make_rollouts(model_path: str, seed: int = 0, noise: float = 0.2, zero_group
 def make_learner(model_path: str, rollout: RolloutConfig = ROLLOUT, **policy: Any) -> PolicyLearner:
     """policy: fields of PolicyConfig that differ from the case's."""
     config = PolicyConfig.model_validate({"model": "tiny", "optimizer": OPTIMIZER, **policy})
-    return PolicyLearner(config, rollout, model_path, total_steps=6, seed=0)
+    return PolicyLearner(config, rollout, model_path, total_steps=6)
 
 
 def free_ports(count: int) -> list[int]:

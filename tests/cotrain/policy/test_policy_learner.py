@@ -328,11 +328,6 @@ def test_a_missing_rank_is_noticed_before_the_model_loads() -> None:
         make_learner("/nonexistent", num_processes=2)
 
 
-def test_too_few_rollouts_are_refused(tiny_model: str) -> None:
-    with pytest.raises(ValueError, match=r"lower policy\.minibatches"):
-        make_learner(tiny_model, minibatches=4).update(make_rollouts(tiny_model)[:3])
-
-
 def test_learning_rate_schedule() -> None:
     config = OptimizerConfig(warmup_steps=3, schedule="cosine")
     factors = [learning_rate_factor(step, config, 10) for step in range(10)]

@@ -336,8 +336,8 @@ from cotrain.actors.learner import LearnerActor
 actors = [cluster.start(LearnerActor, f"policy_{rank}", {}) for rank in range(3)]
 policy, reactor = Policy(cluster, actors, "", Learner), Reactor(cluster, 60.0)
 update, arrived = policy.begin_update([Rollouts()]), []
-for reference in update.references:
-    reactor.add(reference, lambda answer: arrived.append(answer[0]))
+for call in update:
+    reactor.add(call.reference, lambda answer: arrived.append(answer[0]))
 reactor.until(lambda: len(arrived) == 3)
 print(json.dumps({"pickled": Rollouts.pickled, "arrived": arrived, "rank 0": policy.finish(update)}))
 cluster.stop()

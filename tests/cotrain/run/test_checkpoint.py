@@ -31,7 +31,7 @@ from cotrain.weights.digests import DigestedFile, file_digest
 
 @pytest.fixture
 def run(tmp_path):
-    with RunDir.create(tmp_path, "a") as run_dir:
+    with RunDir(tmp_path, "a", resumed=False) as run_dir:
         yield run_dir
 
 
@@ -204,7 +204,7 @@ with checkpoint.new_checkpoint(run, state, keep_last=1) as folder:
 
 @pytest.mark.parametrize(("moment", "newest"), [("writing", 1), ("sealing", 1), ("pruning", 2)])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, moment, newest):
-    with RunDir.create(tmp_path, "a") as run:
+    with RunDir(tmp_path, "a", resumed=False) as run:
         save(run, 1)
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment])
     assert process.returncode == -9
@@ -215,7 +215,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, moment, newest
 
 
 def test_a_resume_that_finds_no_checkpoint_says_that_it_begins_again(run_config, tmp_path, caplog):
-    with RunDir.create(tmp_path, "first") as run:
+    with RunDir(tmp_path, "first", resumed=False) as run:
         assert newest_state(run, run_config(), {}).step == 0 and not caplog.text
     with RunDir(tmp_path, "first") as run:
         assert newest_state(run, run_config(), {}).step == 0

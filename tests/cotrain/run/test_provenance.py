@@ -13,7 +13,7 @@ from cotrain.run.run_dir import RunDir
 
 def test_every_attempt_is_recorded_without_host_or_home(run_config, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(Path.home() / "bin/cotrain"), "train", f"{Path.home()}/a.toml", "steps=3"])
-    with RunDir.create(tmp_path, "a") as run:
+    with RunDir(tmp_path, "a", resumed=False) as run:
         for step in range(2):
             begin_attempt(run, run_config(), step)
         attempts = json.loads(run.provenance.read_text())["attempts"]

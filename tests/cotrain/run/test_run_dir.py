@@ -9,7 +9,7 @@ from drafters.files import write_json
 
 
 def test_paths_of_a_run(tmp_path):
-    with RunDir.create(tmp_path, "a") as run:
+    with RunDir(tmp_path, "a", resumed=False) as run:
         names = [run.checkpoint(40), run.samples_file(40), run.drafter(7), run.metrics, run.config, run.provenance]
         assert [str(path.relative_to(tmp_path / "a")) for path in names] == [
             "checkpoints/step_000040",
@@ -22,15 +22,15 @@ def test_paths_of_a_run(tmp_path):
 
 
 def test_a_used_name_is_refused(tmp_path):
-    RunDir.create(tmp_path, "a").close()
+    RunDir(tmp_path, "a", resumed=False).close()
     with pytest.raises(ValueError, match=r"run_root: cannot make .*/a \(File exists\)"):
-        RunDir.create(tmp_path, "a")
+        RunDir(tmp_path, "a", resumed=False)
 
 
 def test_a_run_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(ValueError, match="run_root: "):
-        RunDir.create(tmp_path / "runs", "a")
+        RunDir(tmp_path / "runs", "a", resumed=False)
 
 
 HOLD = """
@@ -43,7 +43,7 @@ sys.stdin.read()
 
 
 def test_two_processes_cannot_run_one_run_and_a_killed_one_frees_it(tmp_path):
-    RunDir.create(tmp_path, "a").close()
+    RunDir(tmp_path, "a", resumed=False).close()
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -56,7 +56,7 @@ def test_two_processes_cannot_run_one_run_and_a_killed_one_frees_it(tmp_path):
 
 
 def test_each_attempt_has_its_logs_and_latest_follows(tmp_path):
-    with RunDir.create(tmp_path, "a") as run:
+    with RunDir(tmp_path, "a", resumed=False) as run:
         run.start_attempt()
         (run.logs / "policy.log").write_text("first")
         run.start_attempt()

@@ -107,19 +107,19 @@ def test_a_resume_goes_on_without_recording_a_step_twice(run_config, client):
 def test_a_resume_before_the_first_checkpoint_is_not_a_second_run(run_config, client):
     """By the pipeline itself: it begins again, and what MLflow has of its steps already stays."""
 
-    def start(config, open_folder, steps):
+    def start(config, resumed, steps):
         with ExitStack() as stack:
-            run_dir = stack.enter_context(open_folder(config.run_root, config.name))
+            run_dir = stack.enter_context(RunDir(config.run_root, config.name, resumed))
             state = RunState(0, Versions(0, 0), {}, {})
             tracker = stack.enter_context(open_tracker(config, run_dir, state, Console(io.StringIO())))
             for step in range(1, steps + 1):
                 tracker.log_step(step, {"a": step + 0.0})
         return tracker.run_id
 
-    first = start(run_config(), RunDir.create, 2)
-    assert start(run_config(steps=9), RunDir, 3) == first
+    first = start(run_config(), False, 2)
+    assert start(run_config(steps=9), True, 3) == first
     assert steps_of(client, first) == [(1, 1), (2, 2), (3, 3)] and client.get_run(first).info.status == "FINISHED"
-    assert start(run_config(seed=7), RunDir, 1) != first, "parameters of a run in MLflow cannot change"
+    assert start(run_config(seed=7), True, 1) != first, "parameters of a run in MLflow cannot change"
 
 
 def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):

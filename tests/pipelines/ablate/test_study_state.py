@@ -18,7 +18,7 @@ def run(study_file):
 
 
 def make_run(run, steps: int = 0, checkpoint: int | None = None) -> None:
-    with RunDir.create(run.config.run_root, run.config.name) as run_dir:
+    with RunDir(run.config.run_root, run.config.name, resumed=False) as run_dir:
         write_config(run.config, run_dir.config)
         run_dir.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)))
         if checkpoint is not None:

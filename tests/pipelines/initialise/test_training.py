@@ -91,7 +91,7 @@ def attempt(records, target, run_config, tmp_path, monkeypatch):
             },
         )  # fmt: skip
         fresh = not (config.run_root / name).exists()
-        run_dir = RunDir.create(config.run_root, name) if fresh else RunDir(config.run_root, name)
+        run_dir = RunDir(config.run_root, name, resumed=not fresh)
         write_config(config, run_dir.config)
         scratch = tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)

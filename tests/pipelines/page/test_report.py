@@ -63,7 +63,7 @@ def test_a_run_without_metrics_is_refused(root: Path, capsys: pytest.CaptureFixt
 
 def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(root: Path) -> None:
     stream = io.StringIO()
-    with RunDir.create(root, "first") as run_dir:
+    with RunDir(root, "first", resumed=False) as run_dir:
         assert _write_report(run_dir, Console(stream)) is None
     assert len(stream.getvalue().splitlines()) == 1
     assert stream.getvalue().startswith("report not written (")
