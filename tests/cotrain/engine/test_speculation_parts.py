@@ -224,6 +224,8 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
     scheduler: Any = object.__new__(DraftLengthScheduler)
     Scheduler.__init__(scheduler)
     scheduler.draft_lengths = recorder = Recorder()
+    request = SimpleNamespace(is_finished=lambda: False, drop_stale_output=True, num_stale_output_tokens=0)
+    scheduler.requests = {"a": request, "b": request}
 
     def step(tokens: dict[str, list[int]]) -> None:
         output = scheduler.schedule(False)
@@ -233,6 +235,8 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
 
     step({"a": [1], "b": [1]})
     step({"a": [1, 2], "b": [1]})
+    del scheduler.requests["b"]  # the step before has ended it, which is known while this one runs
+    step({"a": [1], "b": [1, 2]})
     scheduler.running.pop("b")
     step({"a": [1]})
     scheduler.running.clear()
@@ -240,12 +244,13 @@ def test_scheduler_takes_its_lengths_from_the_controller_and_tells_it_of_every_s
     assert recorder.steps == [
         Step(1, 2, True, [], 2),
         Step(1, 2, False, [(1, 1), (1, 0)], 3),
+        Step(1, 1, False, [(1, 0)], 1),
         Step(2, 1, False, [(1, 0)], 1),
-        Step(0, 0, False, [], 0),
     ]
-    assert [step.kind for step in recorder.steps[:3]] == ["prompts", "steady", "mixed"]
+    assert [step.kind for step in recorder.steps] == ["prompts", "steady", "steady", "mixed"]
     report = recorder.report()["steps"]
-    assert [row[:5] for row in report] == [[1, 2, "prompts", 1, 2], [1, 2, "steady", 1, 3], [2, 1, "mixed", 1, 1]]
+    known = [[1, 2, "prompts", 1, 2], [1, 2, "steady", 1, 3], [1, 1, "steady", 1, 1], [2, 1, "mixed", 1, 1]]
+    assert [row[:5] for row in report] == known
     assert all(row[5] > 0 for row in report)
 
 
