@@ -41,7 +41,8 @@ from tests.faults.runs import (
     wait_for_swap,
 )
 
-pytestmark = pytest.mark.engine
+# Its runs have several processes, and what is killed has to be killed within a few steps.
+pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 PARTS = ("generate", "lossless", "learn", "swap_policy")
 """What a step's time is made of."""
