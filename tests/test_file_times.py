@@ -39,11 +39,12 @@ def test_a_file_may_have_a_limit_of_its_own(record, monkeypatch):
 
 
 def test_a_slow_machine_has_longer_limits_and_one_slow_file_does_not_make_it_slow(record, monkeypatch):
-    known = {f"tests/test_{i}.py": 10.0 for i in range(file_times.FEW)}
+    usual = file_times.SPEED_S
+    known = {f"tests/test_{i}.py": usual for i in range(file_times.FEW)}
     monkeypatch.setattr(file_times, "committed", lambda: known | {"tests/test_short.py": 1.0})
-    assert file_times.slowness(dict.fromkeys(known, 20.0)) == 2.0
-    assert file_times.slowness(dict.fromkeys(known, 5.0)) == 1.0
-    assert file_times.slowness(dict.fromkeys(known, 10.0) | {"tests/test_0.py": 500.0}) == 1.0
+    assert file_times.slowness(dict.fromkeys(known, 2 * usual)) == 2.0
+    assert file_times.slowness(dict.fromkeys(known, usual / 2)) == 1.0
+    assert file_times.slowness(dict.fromkeys(known, usual) | {"tests/test_0.py": 500.0}) == 1.0
     assert file_times.slowness({"tests/test_0.py": 500.0, "tests/test_short.py": 500.0}) == 1.0
     record(1.0, 2 * file_times.LONGEST_S)
     assert file_times.main() == 1
