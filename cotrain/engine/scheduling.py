@@ -42,7 +42,7 @@ class WatchedScheduler:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # This comes before vLLM's own method, which may change both arguments.
-        self.cotrain_observe(scheduler_output, model_runner_output, live_requests(self, scheduler_output))
+        self.cotrain_observe(scheduler_output, generated_of(self, scheduler_output, model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if not self.has_unfinished_requests():  # type: ignore[attr-defined]
             self.cotrain_pause()
@@ -62,10 +62,10 @@ class WatchedScheduler:
         """Return the record that a SchedulerOutput carries: what the worker, which knows each request's match, needs."""
         return self.draft_lengths.plan(max(1, len(output.num_scheduled_tokens)))
 
-    def cotrain_observe(self, output: Any, sampled: Any, live: set[str]) -> None:
-        """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput. live: see `live_requests`."""
-        if live:
-            self.draft_lengths.observe(step_of(output, sampled, live))
+    def cotrain_observe(self, output: Any, generated: dict[str, int]) -> None:
+        """See what became of a step, from vLLM's SchedulerOutput. generated: see `generated_of`."""
+        if generated:
+            self.draft_lengths.observe(step_of(output, generated))
 
     def cotrain_pause(self) -> None:
         """Note that the next step does not follow at once."""
@@ -94,40 +94,34 @@ def _call_draft_lengths(core: Any, method: str, args: list[Any], options: dict[s
 EngineCore.cotrain_draft_lengths = _call_draft_lengths
 
 
-def live_requests(scheduler: Any, output: Any) -> set[str]:
-    """Return the requests of a step whose tokens count, before vLLM's scheduler gets its output.
+def generated_of(scheduler: Any, output: Any, sampled: Any) -> dict[str, int]:
+    """Return the tokens that a step generated for each request, before vLLM's scheduler gets its output.
 
     With asynchronous scheduling, a step runs also for requests that the step before has ended, and for some that are computed
-    again. vLLM drops what it generates for them.
+    again. vLLM drops what it generates for them, and they are left out here.
     """
-    known = {name: scheduler.requests.get(name) for name in output.num_scheduled_tokens}
+    token_ids, index, requests = sampled.sampled_token_ids, sampled.req_id_to_index, scheduler.requests
     return {
-        name
-        for name, request in known.items()
-        if request is not None
+        name: len(token_ids[index[name]]) if token_ids else 0  # no token ids when nothing was sampled
+        for name in output.num_scheduled_tokens
+        if (request := requests.get(name)) is not None
         and not request.is_finished()
-        and not (request.drop_stale_output and request.num_stale_output_tokens)
+        and not (request.num_stale_output_tokens and request.drop_stale_output)
     }
 
 
-def _generated(sampled: Any, live: set[str]) -> dict[str, int]:
-    """Return the number of tokens that a step generated for each of these requests."""
-    token_ids, index = sampled.sampled_token_ids, sampled.req_id_to_index  # no token ids when nothing was sampled
-    return {request: len(token_ids[index[request]]) if token_ids else 0 for request in live}
-
-
-def verified(output: Any, sampled: Any, live: set[str]) -> dict[str, tuple[int, int]]:
-    """Return (verified draft tokens, accepted ones) of each live request that had drafts in a step."""
-    generated, drafted = _generated(sampled, live), output.scheduled_spec_decode_tokens.items()
+def verified(output: Any, generated: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Return (verified draft tokens, accepted ones) of each request that had drafts in a step and generated tokens."""
+    drafted = output.scheduled_spec_decode_tokens.items()
     return {request: (len(draft), generated[request] - 1) for request, draft in drafted if generated.get(request)}
 
 
-def step_of(output: Any, sampled: Any, live: set[str]) -> Step:
-    """Return what became of a step. Its requests are those that are live."""
+def step_of(output: Any, generated: dict[str, int]) -> Step:
+    """Return what became of a step. generated: see `generated_of`; there are no other requests in it."""
     return Step(
         num_speculative_tokens=output.num_spec_tokens_to_schedule,
-        batch=len(live),
+        batch=len(generated),
         computes_prompts=computes_prompts(output),
-        drafts=list(verified(output, sampled, live).values()),
-        num_tokens=sum(_generated(sampled, live).values()),
+        drafts=list(verified(output, generated).values()),
+        num_tokens=sum(generated.values()),
     )

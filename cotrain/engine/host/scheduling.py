@@ -36,7 +36,7 @@ class Stamp(NamedTuple):
 class Decisions:
     """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted.
 
-    Its 16 attributes are what these decisions and the stamp's reports need from step to step.
+    Its 17 attributes are what these decisions and the stamp's reports need from step to step.
     """
 
     def __init__(self, spool: Spool, scheduler: Any):
@@ -85,18 +85,18 @@ class Decisions:
         counts, dropped = self._counts.copy(), self._admission.dropped.copy()
         return Stamp(self._number, tapped, before, finished, offer, gain, counts, dropped, hooks_off)
 
-    def observe(self, number: int, output: Any, sampled: Any, live: set[str]) -> None:
+    def observe(self, number: int, output: Any, generated: dict[str, int]) -> None:
         """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end.
 
-        number: of the step's stamp. With asynchronous scheduling the next step has its stamp already. live: see `live_requests`.
+        number: of the step's stamp. With asynchronous scheduling the next step has its stamp already. generated: see `generated_of`.
         """
         tapped = self._admission.tapped.keys() & self._requests.keys()
         self._before.append((number, {name: self._requests[name].num_output_tokens for name in tapped}))
-        if not live:
+        if not generated:
             return
-        step = step_of(output, sampled, live)
+        step = step_of(output, generated)
         self._draft_lengths.observe(step)
-        drafts = verified(output, sampled, live)
+        drafts = verified(output, generated)
         for name in drafts.keys() & self._steps.keys():
             self._steps[name].append(drafts[name])
         drafted, accepted = map(sum, zip((0, 0), *step.drafts, strict=True))
@@ -153,9 +153,9 @@ class HostScheduling(WatchedScheduler):
         draft_token_ids.draft_token_ids = [ids[: self._cotrain_length] for ids in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
-    def cotrain_observe(self, output: Any, sampled: Any, live: set[str]) -> None:
+    def cotrain_observe(self, output: Any, generated: dict[str, int]) -> None:
         if (stamp := attached(output)) is not None:
-            self._ask(Decisions.observe, stamp.number, output, sampled, live)
+            self._ask(Decisions.observe, stamp.number, output, generated)
 
     def cotrain_pause(self) -> None:
         self._ask(Decisions.pause)
