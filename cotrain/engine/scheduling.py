@@ -42,7 +42,7 @@ class WatchedScheduler:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # This comes before vLLM's own method, which may change both arguments.
-        self.cotrain_observe(scheduler_output, generated_of(self, scheduler_output, model_runner_output))
+        self.cotrain_observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if not self.has_unfinished_requests():  # type: ignore[attr-defined]
             self.cotrain_pause()
@@ -62,9 +62,9 @@ class WatchedScheduler:
         """Return the record that a SchedulerOutput carries: what the worker, which knows each request's match, needs."""
         return self.draft_lengths.plan(max(1, len(output.num_scheduled_tokens)))
 
-    def cotrain_observe(self, output: Any, generated: dict[str, int]) -> None:
-        """See what became of a step, from vLLM's SchedulerOutput. generated: see `generated_of`."""
-        if generated:
+    def cotrain_observe(self, output: Any, sampled: Any) -> None:
+        """See what became of a step, from vLLM's SchedulerOutput and ModelRunnerOutput."""
+        if generated := generated_of(self.requests, output, sampled):  # type: ignore[attr-defined]
             self.draft_lengths.observe(step_of(output, generated))
 
     def cotrain_pause(self) -> None:
@@ -94,13 +94,13 @@ def _call_draft_lengths(core: Any, method: str, args: list[Any], options: dict[s
 EngineCore.cotrain_draft_lengths = _call_draft_lengths
 
 
-def generated_of(scheduler: Any, output: Any, sampled: Any) -> dict[str, int]:
-    """Return the tokens that a step generated for each request, before vLLM's scheduler gets its output.
+def generated_of(requests: dict[str, Any], output: Any, sampled: Any) -> dict[str, int]:
+    """Return the tokens that a step generated for each request, before vLLM's scheduler, whose `requests` these are, gets its output.
 
     With asynchronous scheduling, a step runs also for requests that the step before has ended, and for some that are computed
     again. vLLM drops what it generates for them, and they are left out here.
     """
-    token_ids, index, requests = sampled.sampled_token_ids, sampled.req_id_to_index, scheduler.requests
+    token_ids, index = sampled.sampled_token_ids, sampled.req_id_to_index
     return {
         name: len(token_ids[index[name]]) if token_ids else 0  # no token ids when nothing was sampled
         for name in output.num_scheduled_tokens

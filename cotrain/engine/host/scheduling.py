@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.interface import attached
-from cotrain.engine.scheduling import WatchedScheduler, draft_lengths_of, step_of, verified
+from cotrain.engine.scheduling import WatchedScheduler, draft_lengths_of, generated_of, step_of, verified
 from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
 from cotrain.records import GainReport
 from cotrain.transport.spool import Finished, Offer, Record, Settings, Spool, State, read_json
@@ -85,14 +85,14 @@ class Decisions:
         counts, dropped = self._counts.copy(), self._admission.dropped.copy()
         return Stamp(self._number, tapped, before, finished, offer, gain, counts, dropped, hooks_off)
 
-    def observe(self, number: int, output: Any, generated: dict[str, int]) -> None:
+    def observe(self, number: int, output: Any, sampled: Any) -> None:
         """Count what a step drafted and accepted. Like vLLM's own counts, this comes before responses are cut at their end.
 
-        number: of the step's stamp. With asynchronous scheduling the next step has its stamp already. generated: see `generated_of`.
+        number: of the step's stamp. With asynchronous scheduling the next step has its stamp already.
         """
         tapped = self._admission.tapped.keys() & self._requests.keys()
         self._before.append((number, {name: self._requests[name].num_output_tokens for name in tapped}))
-        if not generated:
+        if not (generated := generated_of(self._requests, output, sampled)):
             return
         step = step_of(output, generated)
         self._draft_lengths.observe(step)
@@ -153,9 +153,9 @@ class HostScheduling(WatchedScheduler):
         draft_token_ids.draft_token_ids = [ids[: self._cotrain_length] for ids in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
-    def cotrain_observe(self, output: Any, generated: dict[str, int]) -> None:
+    def cotrain_observe(self, output: Any, sampled: Any) -> None:
         if (stamp := attached(output)) is not None:
-            self._ask(Decisions.observe, stamp.number, output, generated)
+            self._ask(Decisions.observe, stamp.number, output, sampled)
 
     def cotrain_pause(self) -> None:
         self._ask(Decisions.pause)
