@@ -26,7 +26,10 @@ NOT_ATTACHED = [
 SWITCHED_OFF = [
     *(f"cotrain.engine.host.scheduling.Decisions.{name}" for name in ("draft_lengths", "stamp", "observe", "finish")),
     "cotrain.engine.host.scheduling.generated_of",
-    *(f"cotrain.engine.host.worker.WorkerSidecar.{name}" for name in ("_take", "_follow_policy", "_tap", "_report")),
+    *(
+        f"cotrain.engine.host.worker.WorkerSidecar.{name}"
+        for name in ("_begin_segments", "_take", "_follow_policy", "_tap", "_report")
+    ),
     "cotrain.engine.hooks.DraftingHook.record",
     "cotrain.engine.hooks.DraftingHook.propose",
 ]
