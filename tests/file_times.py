@@ -19,6 +19,7 @@ LONGEST_S = 90
 LONGER = {
     "tests/faults/test_interrupted_run.py": 175,  # three whole runs of about a minute: an interrupted run is one story
     "tests/faults/test_broken_trainer.py": 125,  # with the undisturbed run, which the first file that asks for it makes
+    "tests/engine/test_stream_runs.py": 105,  # a run that is killed and resumed, with engines ahead of the learner throughout
     "tests/engine/test_sidecar_server.py": 120,  # a host's server whose drafter learns before and after an update
 }
 """Files with a limit of their own, and why."""
