@@ -115,7 +115,7 @@ class FeatureTapConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Rollout generation on vLLM. Its fields are sizes, sampling and drafting, which each request or engine of vLLM takes together."""
+    """Rollout generation on vLLM, with a field for each size, and for what sampling and drafting need."""
 
     prompts_per_step: PositiveInt = 8
     """Prompts in one step."""

@@ -140,6 +140,16 @@ def test_feature_files_are_deleted_and_a_broken_one_keeps_all(new_trainer, targe
     )
 
 
+def test_a_candidate_that_no_engine_would_serve_is_resumed_for_the_gate_to_refuse(new_trainer, tmp_path):
+    trainer = new_trainer()
+    with torch.no_grad():
+        next(trainer.drafter.parameters()).flatten()[0] = torch.nan
+    trainer.save(tmp_path / "saved")
+    resumed = new_trainer()
+    resumed.load(tmp_path / "saved")
+    assert next(resumed.drafter.parameters()).isnan().any()
+
+
 def test_nan_feature_is_named_and_not_trained_on(new_trainer, target, shard_of):
     trainer = new_trainer()
     records = target.rollouts(2, 2, seed=0, policy_version=0)
