@@ -71,10 +71,11 @@ def test_greedy_text_is_the_same_while_drafting_is_switched_off_and_on(
     assert 0 < batch.speculation.num_drafts < sum(len(text) for text in expected)
 
 
-def test_tokens_that_vllm_drops_are_not_counted_as_generated(fresh: LiveEngine) -> None:
-    """While a step ends a response, the next step runs for its request already."""
-    fresh.run(fresh.engine.set_num_speculative_tokens(0))
+def test_tokens_that_vllm_drops_are_not_counted_as_generated(fresh: LiveEngine, fitted_drafter: Drafter) -> None:
+    """How many drafts are accepted decides when a response ends, and the next step runs for its request already."""
+    fresh.send_drafter(fitted_drafter.state_for_serving())
+    fresh.run(fresh.engine.set_num_speculative_tokens(3))
     fresh.run(fresh.engine.take_window())
     batch = fresh.run(fresh.engine.generate(make_requests(6)))
     counted = sum(step.num_tokens for step in fresh.run(fresh.engine.take_window()).steps)
-    assert counted == sum(len(text) for text in tokens(batch))
+    assert counted == sum(1 + sum(1 + accepted for _, accepted in r.verification_steps) for r in batch.rollouts)
