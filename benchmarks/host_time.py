@@ -106,7 +106,7 @@ def shard_speed(folder: Path, tokens: int = 4096, num_rollouts: int = 4) -> tupl
         del hidden
         worker, path = EngineWorker(SimpleNamespace(rank=0)), folder / f"shard_{turn}"
         worker.hook = hook
-        finished = {f"r{i}": (ids.tolist(), PROMPT, 0, 0, 0) for i in range(num_rollouts)}
+        finished = {f"r{i}": (ids.tolist(), [-1.0] * tokens, PROMPT, 0, 0, 0) for i in range(num_rollouts)}
         law = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "draft_sample_method": "probabilistic"}
         start = np.array([time.perf_counter(), time.process_time()])
         worker.begin_features(finished, str(path), law, [2, 18, 33])

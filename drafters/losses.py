@@ -11,6 +11,7 @@ one over draft positions, gradients are computed at once, and nothing of size ro
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,28 @@ class Teacher:
     target: TargetWeights
     draft_to_target: Tensor  # [V_draft] ascending target ids
     sampling: SamplingParams
+    is_quick: bool = False  # whether to use the log-probabilities of the rollouts
+
+    @cached_property
+    def _own_head(self) -> Tensor:
+        """The rows [V_draft, H] of the target's head for the draft vocabulary."""
+        return self.target.head[self.draft_to_target]
+
+    def from_log_probs(self, rows: Tensor) -> Tensor | None:
+        """Return what `of_draft_vocabulary` does, at the price of the draft vocabulary's logits.
+
+        The normaliser follows from the logit of the token that the target drew and its log-probability, which the engine has told. None
+        where that is not known, sampling cuts tokens off, or the draft vocabulary is the target's. An engine in bfloat16
+        rounds logits, so that a row may be off by a common factor of a few percent.
+        """
+        sampling, head, of_batch = self.sampling, self.target.head, self.batch.log_probs
+        cuts = sampling.temperature == 0 or sampling.top_k > 0 or sampling.top_p < 1
+        if not self.is_quick or of_batch is None or cuts or len(self.draft_to_target) == len(head):
+            return None
+        hidden, drawn = self.batch.final_hidden[rows].to(head.dtype), self.batch.token_ids[rows + 1]
+        logit = torch.linalg.vecdot(at_least_float32(hidden), at_least_float32(head[drawn]))
+        normaliser = logit / sampling.temperature - of_batch[rows + 1]
+        return at_least_float32(hidden @ self._own_head.T).div_(sampling.temperature).sub_(normaliser[:, None]).exp_()
 
     def processed_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [R, V] after temperature, top-k and top-p, and their logsumexp [R, 1]."""
@@ -118,7 +141,7 @@ def drafter_loss(
     """
     alignment = align(batch, drafter.shape.trained_depth, anchors, generator)
     hidden, head = drafter.drafts(batch, alignment, target)
-    teacher = Teacher(batch, target, drafter.draft_to_target, sampling)
+    teacher = Teacher(batch, target, drafter.draft_to_target, sampling, is_quick=True)
     loss, per_position, accepted = draft_loss(hidden, head, teacher, alignment)
     own = drafter.own_loss(hidden, accepted[0])
     return loss if own is None else loss + own, per_position
@@ -171,9 +194,11 @@ def _comparisons(
     supervised = [(row.nonzero()[:, 0], alignment.target_rows(k)) for k, row in enumerate(alignment.supervised)]
     all_rows = torch.cat([target_rows for _, target_rows in supervised]).unique()
     for chunk in all_rows.split(CHUNK_TOKENS) if len(all_rows) else ():
-        # All teachers have the same target.
-        processed = heads[0][2].processed_logits(chunk)
-        probabilities = [teacher.of_draft_vocabulary(*processed) for *_, teacher in heads]
+        if (quick := heads[0][2].from_log_probs(chunk)) is not None:
+            probabilities = [quick]
+        else:  # all teachers have the same target
+            processed = heads[0][2].processed_logits(chunk)
+            probabilities = [teacher.of_draft_vocabulary(*processed) for *_, teacher in heads]
         bounds = torch.stack([chunk[0], chunk[-1] + 1])
         for k, (starts_of_k, rows_of_k) in enumerate(supervised):
             begin, end = torch.searchsorted(rows_of_k, bounds).tolist()

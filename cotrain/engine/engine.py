@@ -214,7 +214,7 @@ class RolloutEngine(UpdatableEngine):
         sequences = {}
         for name, r in rollouts.items():
             last = r.versions.policy, r.segments[-1].start, r.versions.drafter
-            sequences[name] = (r.prompt_token_ids + r.token_ids, len(r.prompt_token_ids), *last)
+            sequences[name] = (r.prompt_token_ids + r.token_ids, r.log_probs, len(r.prompt_token_ids), *last)
         sampling = {field.name: getattr(self.spec.rollout, field.name) for field in fields(SamplingParams)}
         # The process id keeps an engine that is started again from overwriting the files of the one before.
         path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(rollouts))}.safetensors"

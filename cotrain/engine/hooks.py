@@ -93,17 +93,21 @@ class TapHook:
         return self.no_drafts(*args, **options) if drafts is None else drafts
 
     def take(
-        self, name: str, token_ids: list[int], prompt_length: int, version: int, sampling: SamplingParams,
-        aux_layers: Sequence[int], *last: Any,
+        self, name: str, token_ids: list[int], log_probs: Sequence[float], prompt_length: int, version: int,
+        sampling: SamplingParams, aux_layers: Sequence[int], *last: Any,
     ) -> FeatureRecord | None:  # fmt: skip
-        """Return what the tap has of a request that has ended, or None. For TapRing.beside. version: the policy's."""
+        """Return what the tap has of a request that has ended, or None. For TapRing.beside.
+
+        log_probs: of the response's tokens, or none. version: the policy's.
+        """
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
         taken = self.tap.take(name, tokens, version)
         if taken is None:
             return None
         hidden, mask = taken
         rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
-        return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
+        known = torch.tensor([0.0] * prompt_length + list(log_probs)) if log_probs else None
+        return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last, log_probs=known)
 
     def record(self, hidden: list[Tensor], batch: Any) -> None:
         """Give the tap the rows of a step, which it gets beside the next steps. batch: what `_layout` reads."""

@@ -124,6 +124,7 @@ def batches_of(records: Iterable[FeatureRecord], batch_tokens: int) -> list[Trai
 
 def pack(records: Sequence[FeatureRecord]) -> TrainingBatch:
     """Pack rollouts of one policy version and sampling into one batch."""
+    log_probs = [r.log_probs for r in records if r.log_probs is not None]
     rows = DraftBatch(
         token_ids=torch.cat([r.token_ids for r in records]),
         aux_hidden=torch.cat([r.aux_hidden for r in records]),
@@ -133,5 +134,6 @@ def pack(records: Sequence[FeatureRecord]) -> TrainingBatch:
         positions=torch.cat([torch.arange(r.num_tokens) for r in records]),
         document_ids=torch.cat([torch.full((r.num_tokens,), i) for i, r in enumerate(records)]),
         policy_version=records[0].policy_version,
+        log_probs=torch.cat(log_probs) if len(log_probs) == len(records) else None,
     )
     return TrainingBatch(rows, records[0].sampling)

@@ -19,8 +19,8 @@ from torch import Tensor
 from cotrain.weights.payload import header, manifest_of
 from drafters.base import SamplingParams
 
-ROWS = ("token_ids", "aux_hidden", "final_hidden", "feature_mask")
-"""Fields of FeatureRecord that have one row for each token. A shard stores the others as JSON."""
+ROWS = ("token_ids", "log_probs", "aux_hidden", "final_hidden", "feature_mask")
+"""Fields of FeatureRecord that have one row for each token, or are None. A shard stores the others as JSON."""
 
 ROWS_AT_ONCE = 64  # that are written
 
@@ -40,6 +40,7 @@ class FeatureRecord:
     earlier_tokens: int = 0
     """Response tokens before the last segment, which other versions generated: a drafter is not judged by them."""
     drafter_version: int = 0  # version of the drafter that drafted in the last segment
+    log_probs: Tensor | None = None  # [T] float32, of the response's tokens with this sampling; None if unknown
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +48,7 @@ class FeatureRecord:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.token_ids, self.aux_hidden, self.final_hidden, self.feature_mask))
+        return sum(rows.nbytes for name in ROWS if (rows := getattr(self, name)) is not None)
 
     @property
     def is_trainable(self) -> bool:
@@ -83,7 +84,8 @@ def write_records(path: str | Path, records: list[FeatureRecord]) -> None:
 
     safetensors' own writer takes only tensors that share no memory, so it would need a copy of aux and final states.
     """
-    tensors = {f"{i}.{name}": getattr(record, name) for name in ROWS for i, record in enumerate(records)}
+    rows = {f"{i}.{name}": getattr(record, name) for name in ROWS for i, record in enumerate(records)}
+    tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     others = [{f.name: getattr(record, f.name) for f in fields(record) if f.name not in ROWS} for record in records]
     metadata = {"cotrain": json.dumps(others, default=asdict)}
     with open(path, "wb") as file:
@@ -102,8 +104,10 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            others = enumerate(json.loads(file.metadata()["cotrain"]))
-            return [_checked(i, {n: file.get_tensor(f"{i}.{n}").clone() for n in ROWS}, known) for i, known in others]
+            others, names = json.loads(file.metadata()["cotrain"]), set(file.keys())
+            parts = [[name for name in ROWS if f"{i}.{name}" in names] for i in range(len(others))]
+            rows = [{name: file.get_tensor(f"{i}.{name}").clone() for name in part} for i, part in enumerate(parts)]
+        return [_checked(i, *of_rollout) for i, of_rollout in enumerate(zip(rows, others, strict=True))]
     except (FileNotFoundError, SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(f"feature shard {path} cannot be read: {error}") from error
 

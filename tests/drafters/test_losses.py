@@ -7,8 +7,8 @@ import torch
 
 from drafters.alignment import align
 from drafters.base import SamplingParams
-from drafters.losses import KL_DECAY, Teacher, draft_loss, truncate
-from tests.drafters.conftest import TARGET, make_batch
+from drafters.losses import KL_DECAY, Teacher, acceptances, draft_loss, drafter_loss, truncate
+from tests.drafters.conftest import TARGET, make_batch, make_drafter
 
 DEPTH = 3
 DRAFT_TOKENS = torch.tensor([0, 2, 3, 7, 11, 12, 20, 21, 22, 30, 38, 39])
@@ -164,6 +164,44 @@ def test_the_whole_vocabulary_is_read_without_an_index(sampling, target_weights)
     before = logits.clone()
     everything.of_draft_vocabulary(logits, normaliser)
     assert torch.equal(logits, before)  # the next drafter reads them too
+
+
+def with_log_probs(batch, target, sampling):
+    """The batch with the log-probability of each token that an engine would tell."""
+    everything = dataclasses.replace(
+        teacher_of(batch, target, sampling), draft_to_target=torch.arange(TARGET.vocab_size)
+    )
+    rows = (batch.feature_mask & (batch.document_ids == batch.document_ids.roll(-1))).nonzero().flatten()
+    p = everything.of_draft_vocabulary(*everything.processed_logits(rows))
+    log_probs = torch.full(batch.token_ids.shape, torch.nan, dtype=torch.float64)
+    log_probs[rows + 1] = p.gather(1, batch.token_ids[rows + 1][:, None]).log().squeeze(1)
+    return dataclasses.replace(batch, log_probs=log_probs)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_log_probabilities_of_a_rollout_stand_for_the_logits_of_all_tokens(
+    temperature, target_weights, monkeypatch
+):
+    sampling, batch = SamplingParams(temperature, 1.0, 0, "probabilistic"), make_batch((3, 9, 0), (5, 6, 4))
+    drafter = make_drafter()
+    whole = drafter_loss(drafter, batch, target_weights, sampling)
+    gradient = torch.autograd.grad(whole[0], [*drafter.parameters()], allow_unused=True)
+    known = with_log_probs(batch, target_weights, sampling)
+    monkeypatch.setattr(Teacher, "processed_logits", lambda *chunk: pytest.fail("logits of all tokens"))
+    quick = drafter_loss(drafter, known, target_weights, sampling)
+    torch.testing.assert_close(quick, whole)
+    torch.testing.assert_close(torch.autograd.grad(quick[0], [*drafter.parameters()], allow_unused=True), gradient)
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
+def test_log_probabilities_are_not_used_where_sampling_cuts_tokens_off_and_never_for_a_score(sampling, target_weights):
+    batch, drafter = make_batch((3, 9, 0), (5, 6, 4)), make_drafter()
+    wrong = dataclasses.replace(batch, log_probs=torch.full(batch.token_ids.shape, -1e-3, dtype=torch.float64))
+    scores = [acceptances([drafter], rows, target_weights, sampling)[0].probability for rows in (batch, wrong)]
+    assert torch.equal(*(score.nan_to_num() for score in scores))
+    if sampling.temperature == 0 or sampling.top_k or sampling.top_p < 1:
+        losses = [drafter_loss(drafter, rows, target_weights, sampling)[0] for rows in (batch, wrong)]
+        assert torch.equal(*losses)
 
 
 def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(target_weights, sampling):

@@ -21,9 +21,9 @@ from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
 from drafters.acceptance import StartAcceptance, rollout_acceptance
-from drafters.alignment import DraftBatch
+from drafters.alignment import DraftBatch, align
 from drafters.base import Drafter, SamplingParams, TargetWeights
-from drafters.losses import acceptances
+from drafters.losses import Teacher, acceptances
 from tests.engine.conftest import AUX_LAYERS, SERVING, LiveEngine, distilled, eagle3, features_of, make_requests
 
 pytestmark = pytest.mark.engine
@@ -138,6 +138,21 @@ def test_expected_acceptance_is_served_where_prompts_are_cached(
     expected = 1 + sum(rollout_acceptance(parts, K).rates())
     print(f"expected {expected:.3f}, served {batch.speculation.acceptance_length:.3f}")
     assert expected == pytest.approx(batch.speculation.acceptance_length, rel=TOLERANCE)
+
+
+def test_log_probabilities_of_the_engine_give_the_targets_distribution(
+    grouped: tuple[RolloutBatch, list[FeatureRecord]], deep_drafter: Drafter, target_weights: TargetWeights
+) -> None:
+    """Of accepted and of recovered tokens, and of those after all drafts."""
+    sampling = SamplingParams(1.0, 1.0, 0, "probabilistic")
+    for batch, _ in batches_of(grouped[1], 4096):
+        teacher = Teacher(batch, target_weights, deep_drafter.draft_to_target[::2], sampling, is_quick=True)
+        rows = align(batch, 1).target_rows(0)
+        quick = teacher.from_log_probs(rows)
+        assert quick is not None
+        torch.testing.assert_close(
+            quick, teacher.of_draft_vocabulary(*teacher.processed_logits(rows)), rtol=1e-3, atol=1e-6
+        )
 
 
 def test_tapped_rollouts_are_as_long_as_all(deep_engine: LiveEngine) -> None:

@@ -112,7 +112,7 @@ class WorkerSidecar:
             if (segments := self._live.pop(finished.name, None)) is not None:
                 earlier = tuple(Segment(before, first, end) for (before, first), (_, end) in pairwise(segments))
                 (versions, start), asked = segments[-1], SamplingParams(*sampling, method)
-                known = finished.name, token_ids, finished.prompt_length, versions.policy, asked, layers
+                known = finished.name, token_ids, (), finished.prompt_length, versions.policy, asked, layers
                 take = functools.partial(self._hook.take, *known, start, versions.drafter)
                 record, finished = self._hook.ring.beside(take), replace(finished, earlier=earlier)
                 self._writer.submit(self._breaker.call, self._shards.add, record, finished, self._policy.is_written)

@@ -318,7 +318,8 @@ def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path)
     hook.ring.beside(lambda: gate.wait(10))
     draft(runner, 2)
     hook.tap_seconds = 0.25
-    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], 8, 0, 0, 0), "untapped": ([1, 2], 1, 0, 0, 0)}
+    log_probs = [-0.5, -1.5, -2.5]
+    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], log_probs, 8, 0, 0, 0), "untapped": ([1, 2], [-1.0], 1, 0, 0, 0)}
     worker.begin_features(finished, path, LAW, [1, 2])
     for _ in range(20):
         assert worker.features_written(path) is None and not Path(path).exists(), "the step does not wait"
@@ -331,6 +332,7 @@ def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path)
         False
     ]
     assert torch.equal(torch.cat([one.aux_hidden, one.final_hidden], 1)[7:10], torch.cat([*AUX, HIDDEN], 1)[:3])
+    assert one.log_probs is not None and one.log_probs[8:].tolist() == log_probs
     assert stats["num_rollouts"] == 1 and stats["num_holes"] == 7 and stats["record_seconds"] == 0.25
     assert hook.tap.requests.keys() == {"b1r1"}, "it goes on"
 
@@ -339,7 +341,7 @@ def test_what_fails_while_a_shard_is_written_is_raised(tmp_path):
     worker = EngineWorker(SimpleNamespace(rank=0))
     worker.hook = vllm_hooks.DraftingHook(Runner())
     worker.hook.take = lambda *known: 1 / 0
-    worker.begin_features({"b1r0": ([1, 2], 1, 0, 0, 0, None)}, "path", LAW, [1])
+    worker.begin_features({"b1r0": ([1, 2], [-1.0], 1, 0, 0, 0)}, "path", LAW, [1])
     with pytest.raises(ZeroDivisionError):
         while worker.features_written("path") is None:
             time.sleep(0.001)

@@ -150,3 +150,11 @@ def test_pack_marks_documents_positions_and_responses():
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
     assert batch.response_mask.nonzero().flatten().tolist() == [4, 5, 10]
     assert (~batch.feature_mask).nonzero().flatten().tolist() == [5, 10]
+
+
+def test_a_batch_has_log_probabilities_if_all_of_its_rollouts_have():
+    records = [replace(record, log_probs=torch.rand(record.num_tokens)) for record in map(make_record, range(2))]
+    both = pack(records).rows.log_probs
+    assert both is not None and torch.equal(both, torch.cat([record.log_probs for record in records]))
+    assert pack([*records, make_record()]).rows.log_probs is None
+    assert records[0].num_bytes == make_record().num_bytes + 4 * records[0].num_tokens

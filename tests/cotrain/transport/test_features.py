@@ -33,6 +33,7 @@ def shard(tmp_path):
 
 def test_what_is_written_is_read_and_the_file_is_no_longer_needed(shard):
     written = [make_record(prompt=1), make_record(prompt=2, response_length=3)]
+    assert all(record.log_probs is None for record in read_shard(shard))
     read = read_shard(shard)
     shard.write_bytes(b"overwritten")
     assert len(read) == 2
