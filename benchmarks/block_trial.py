@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -35,8 +35,9 @@ from cotrain.optimizer import MAX_GRAD_NORM
 from cotrain.trainer.buffer import batches_of
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord
+from drafters import alignment
 from drafters.acceptance import StartAcceptance, rollout_acceptance
-from drafters.alignment import DraftBatch, align
+from drafters.alignment import ANCHOR_RUN, DraftBatch, align
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights
 from drafters.block.model import DFlashDrafter
 from drafters.build import build_drafter
@@ -69,6 +70,10 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--anchors", type=float, default=0.25, help="share of the starts of a step (default %(default)s)"
     )
+    parser.add_argument(
+        "--anchor-run", type=int, default=alignment.ANCHOR_RUN, help="starts drawn together (default %(default)s)"
+    )
+    parser.add_argument("--all-logits", action="store_true", help="do without the log-probabilities of the rollouts")
     parser.add_argument("--updates", type=int, help="of each arm, in place of a processor time")
     parser.add_argument(
         "--objectives", nargs="+", choices=OBJECTIVES, default=["acceptance"], help="default acceptance"
@@ -86,9 +91,12 @@ def parsed_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parsed_arguments()
     torch.set_num_threads(1)
+    alignment.ANCHOR_RUN = args.anchor_run
     if args.random_start:
         DFlashDrafter._start_near = lambda self, batch, target: None  # type: ignore[method-assign]
     text = read_text(args.run)
+    if args.all_logits:
+        text = replace(text, training=[replace(record, log_probs=None) for record in text.training])
     spec = TargetSpec.from_pretrained(text.model)
     target = read_target_weights(text.model, 0, spec, "cpu")
     target = TargetWeights(target.embedding.float(), target.head.float(), 0)
@@ -100,6 +108,8 @@ def main() -> int:
     print(f"| drafter | objective | seed | updates | CPU s | {' | '.join(heads)} |")
     print("|---|---|" + "--:|" * (len(columns) + 3))
     start = ", random start" * args.random_start
+    start += ", all logits" * args.all_logits
+    start += f", starts in runs of {args.anchor_run}" * (args.anchor_run != ANCHOR_RUN)
     for seed, name, objective in itertools.product(args.seeds, args.arms or known, args.objectives):
         drafter, started = build_drafter(known[name], spec, seed), time.process_time()
         budget = Budget(args.cpu_seconds, args.updates)
@@ -168,14 +178,14 @@ def objective_loss(
     """The loss of a batch. Tokens outside the draft vocabulary have no cross-entropy."""
     if objective == "acceptance":
         return drafter_loss(drafter, batch, target, DRAWN, anchors, generator)[0]
-    alignment = align(batch, drafter.shape.trained_depth, anchors, generator)
-    states, head = drafter.drafts(batch, alignment, target)
+    starts = align(batch, drafter.shape.trained_depth, anchors, generator)
+    states, head = drafter.drafts(batch, starts, target)
     teacher = Teacher(batch, target, drafter.draft_to_target, DRAWN)
-    compared_rows = torch.cat([alignment.target_rows(position) for position in range(len(states))]).unique()
+    compared_rows = torch.cat([starts.target_rows(position) for position in range(len(states))]).unique()
     likeliest_of = (batch.final_hidden[compared_rows] @ target.head.T).argmax(-1) if objective == "argmax" else None
     total, weights = head.new_zeros(()), 0.0
     for position, hidden in enumerate(states):
-        chosen, rows = hidden[alignment.supervised[position]], alignment.target_rows(position)
+        chosen, rows = hidden[starts.supervised[position]], starts.target_rows(position)
         if likeliest_of is None:
             wanted = teacher.drawn_draft_ids(rows)
         else:

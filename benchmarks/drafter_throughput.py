@@ -2,11 +2,13 @@
 
     python benchmarks/drafter_throughput.py [--model bundled:smollm2-135m-instruct] [--threads 1] [--rounds 5] [--type mtp]
 
-Both take turns on the same packed rollouts. The drafter's step is loss, backward and AdamW; the policy's forward is
-what a learner needs for log-probs: hidden states and logits of the response tokens, no gradient.
+All take turns on the same packed rollouts. The drafter's step is loss, backward and AdamW, once with the target's logits of all
+tokens and once with the log-probabilities of the rollouts in their place; the policy's forward is what a learner needs for
+log-probs: hidden states and logits of the response tokens, no gradient.
 """
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable
 from statistics import median
@@ -68,7 +70,7 @@ def main() -> None:
     def policy_forward() -> None:
         policy(tokens, logits_to_keep=args.response)
 
-    def drafter_step(depth: int) -> Callable[[], None]:
+    def drafter_step(depth: int, batch: DraftBatch) -> Callable[[], None]:
         drafter = build_drafter(models.validate_python(fields | {"trained_depth": depth}), spec, seed=0)
         drafter.choose_vocabulary(torch.bincount(batch.token_ids, minlength=spec.vocab_size).double(), weights)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
@@ -81,7 +83,10 @@ def main() -> None:
 
         return step
 
-    arms = {"policy forward": policy_forward} | {f"drafter step, depth {d}": drafter_step(d) for d in args.depth}
+    known = dataclasses.replace(batch, log_probs=torch.full(batch.token_ids.shape, -1.0))
+    arms = {"policy forward": policy_forward}
+    arms |= {f"all logits, depth {d}": drafter_step(d, batch) for d in args.depth}
+    arms |= {f"log-probs, depth {d}": drafter_step(d, known) for d in args.depth}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(args.rounds + 1):
         for name, run in arms.items():

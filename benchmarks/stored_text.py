@@ -21,6 +21,7 @@ Sequence = tuple[list[int], int]
 """All tokens of a rollout, and how many of them are the prompt's."""
 
 MOST_HELD_OUT = 128
+FEATURES = "features.pt"
 
 
 @dataclass(frozen=True)
@@ -56,21 +57,31 @@ def read_rollouts(run: Path) -> tuple[Path, list[Sequence], list[Sequence]]:
 
 @torch.no_grad()
 def read_text(run: Path) -> StoredText:
-    """Compute hidden states as the engine's tap has them, with transformers in float32, for the run's own drafter. run: a folder of `cotrain init`."""
-    config = read_config(run)
+    """Compute hidden states as the engine's tap has them, with transformers in float32, for the run's own drafter. run: a folder of `cotrain init`.
+
+    They are kept in the run's folder for the next call.
+    """
+    config, known = read_config(run), run / FEATURES
     rollout, (folder, *parts) = config.rollout, read_rollouts(run)
     assert config.drafter is not None
     aux_layers = build_drafter(config.drafter.model, TargetSpec.from_pretrained(folder), 0).serving.aux_layers
+    if known.exists():
+        return StoredText(config, folder, *torch.load(known, weights_only=False))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.draft_sample_method)
 
     def features(stored: Sequence) -> FeatureRecord:
         sequence, prompt_length = stored
         tokens = torch.tensor(sequence)
-        states = model(tokens[None], output_hidden_states=True, logits_to_keep=1).hidden_states
+        out = model(tokens[None], output_hidden_states=True)
+        states, log_probs = out.hidden_states, torch.zeros(len(tokens))
+        of_next = (out.logits[0, :-1] / (rollout.temperature or 1.0)).log_softmax(-1)
+        log_probs[1:] = of_next.gather(1, tokens[1:, None]).squeeze(1)
         aux = torch.cat([tokens.new_empty(len(tokens), 0), *(states[layer][0] for layer in aux_layers)], -1)
         mask = torch.arange(len(tokens)) < len(tokens) - 1
-        return FeatureRecord(tokens, aux, states[-1][0], mask, prompt_length, 0, sampling, aux_layers)
+        known = (tokens, aux, states[-1][0], mask, prompt_length, 0, sampling, aux_layers)
+        return FeatureRecord(*known, log_probs=log_probs)
 
     training, held_out = ([record for record in map(features, part) if record.is_trainable] for part in parts)
+    torch.save((training, held_out), known)
     return StoredText(config, folder, training, held_out)
