@@ -3,8 +3,8 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +108,8 @@ class TapHook:
         hidden, mask = taken
         rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
         known = torch.tensor([0.0] * prompt_length + list(log_probs)) if log_probs else None
-        return replace(FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last), log_probs=known)
+        record = FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
+        return replace(record, log_probs=known)
 
     def record(self, hidden: list[Tensor], batch: Any) -> None:
         """Give the tap the rows of a step, which it gets beside the next steps. batch: what `_layout` reads."""
