@@ -1,6 +1,6 @@
 """A rule that says when a round of drafter training pays, against training always, never, and not speculating, in simulated runs.
 
-    python -m benchmarks.training_pays [--worlds 400] [--seed 0] [--show 5] [--cap 0.02]
+    python -m benchmarks.training_pays [--worlds 400] [--seed 0] [--show 5] [--cap 0.015]
 
 A world is drawn at random: how long the run is, what a round, a swap and a draft cost, how well the drafter accepts at the start, how
 well it could, how fast it learns, and how fast the moving policy leaves it behind. Seconds are those of a step's generation without
@@ -24,7 +24,8 @@ FIRST_GAIN, LIMIT, PRIOR = (
 FORGET = 0.97  # weight of a round's gain relative to that of the round after it
 KEEP = 0.99  # the same for what a step's drift took
 DRIFT_PRIOR = 1.0  # steps at one accepted draft token without drift, before the first step
-CAP = 0.02  # most that may be invested and not returned, as a share of the run
+OPTIMISM = 0.5  # standard errors that gains are taken to be above their mean, because a rule that has stopped learns nothing more
+CAP = 0.015  # most that may be invested and not returned, as a share of the run
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,13 @@ class Rule:
     served: float = 0.0
     candidate: float | None = None
     lead: float = 0.0  # of the candidate, before what has been trained since
-    frozen: float = 0.0  # length that the first drafter would have by now
+    ahead: float = 0.0  # length that the serving drafter has more than the first one would have by now
     invested: float = 0.0  # seconds, less what they have returned
     elapsed: float = 0.0
 
     def observe(self, served: float, candidate: float, trained: bool) -> None:
         """Note what both drafters reach on a step's rollouts. trained: whether the candidate has had a round since the last call."""
-        if self.candidate is None:
-            self.frozen = served
-        else:
+        if self.candidate is not None:
             gain = candidate - served - self.lead if trained else 0.0
             if trained:
                 self.gains.append((self.candidate, gain))
@@ -99,6 +98,7 @@ class Rule:
     def publish(self) -> None:
         """The candidate serves from now on."""
         assert self.candidate is not None
+        self.ahead += self.candidate - self.served
         self.served, self.lead = self.candidate, 0.0
 
     def drift(self) -> float:
@@ -113,14 +113,16 @@ class Rule:
         spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
         slope = sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread
         slope = min(max(slope, -0.9), -0.003)  # a round that brings more the better the drafter is would never end
-        return slope, y_mean - slope * x_mean
+        variance = sum(w * (y - y_mean - slope * (x - x_mean)) ** 2 for x, y, w in points) / total
+        number = total**2 / sum(w * w for _, _, w in points)
+        return slope, y_mean - slope * x_mean + OPTIMISM * math.sqrt(variance / number)
 
     def trains(self, world: World, left: int, round_before: float) -> bool:
         """Return whether to train before the next step. left: steps. round_before: seconds of the round before the last step."""
         drift = self.drift()
         now = world.generation(self.served)
-        self.frozen = 1 + (self.frozen - 1) * (1 - drift)
-        self.invested += round_before - (world.generation(self.frozen) - now)
+        self.invested += round_before - (world.generation(max(1.0, self.served - self.ahead)) - now)
+        self.ahead *= 1 - drift
         self.elapsed += now + world.other + round_before
         if self.invested + world.round_s > self.cap * (self.elapsed + left * (now + world.other)):
             return False
