@@ -48,7 +48,7 @@ class DraftBatch:
     positions: Tensor  # [N] int64, position within its rollout
     document_ids: Tensor  # [N] int64, which rollout
     policy_version: int  # of the policy that computed the features
-    log_probs: Tensor | None = None  # [N] of generated tokens t, as they were sampled
+    log_probs: Tensor | None = None  # [N] of tokens t as this policy sampled them, NaN for others
 
     def to(self, device: str | torch.device) -> "DraftBatch":
         """Return the batch on another device."""

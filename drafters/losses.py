@@ -98,13 +98,15 @@ class Teacher:
         where that is not known, sampling cuts tokens off, or the draft vocabulary is the target's. An engine in bfloat16
         rounds logits, so that a row may be off by a common factor of a few percent.
         """
-        sampling, head, of_batch = self.sampling, self.target.head, self.batch.log_probs
+        sampling, head, known = self.sampling, self.target.head, self.batch.log_probs
         cuts = sampling.temperature == 0 or sampling.top_k > 0 or sampling.top_p < 1
-        if not self.is_quick or of_batch is None or cuts or len(self.draft_to_target) == len(head):
+        if not self.is_quick or known is None or cuts or len(self.draft_to_target) == len(head):
+            return None
+        if (log_probs := known[rows + 1]).isnan().any():
             return None
         hidden, drawn = self.batch.final_hidden[rows].to(head.dtype), self.batch.token_ids[rows + 1]
         logit = torch.linalg.vecdot(at_least_float32(hidden), at_least_float32(head[drawn]))
-        normaliser = logit / sampling.temperature - of_batch[rows + 1]
+        normaliser = logit / sampling.temperature - log_probs
         return at_least_float32(hidden @ self._own_head.T).div_(sampling.temperature).sub_(normaliser[:, None]).exp_()
 
     def processed_logits(self, rows: Tensor) -> tuple[Tensor, Tensor]:

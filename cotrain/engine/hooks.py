@@ -1,9 +1,9 @@
 """A hook into the drafting of vLLM's model runner V1: it feeds the tap, and makes draft length 0 free."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -95,11 +95,12 @@ class TapHook:
 
     def take(
         self, name: str, token_ids: list[int], log_probs: Sequence[float], prompt_length: int, version: int,
-        sampling: SamplingParams, aux_layers: Sequence[int], *last: Any,
+        sampling: SamplingParams, aux_layers: Sequence[int], earlier_tokens: int, drafter_version: int,
     ) -> FeatureRecord | None:  # fmt: skip
         """Return what the tap has of a request that has ended, or None. For TapRing.beside.
 
-        log_probs: of the response's tokens, or none. version: the policy's.
+        log_probs: of the response's tokens, or none. version: the policy's. Log-probabilities of earlier segments are left out, because
+        the rows of their tokens may have been computed again, by this policy.
         """
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
         taken = self.tap.take(name, tokens, version)
@@ -107,9 +108,9 @@ class TapHook:
             return None
         hidden, mask = taken
         rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
-        known = torch.tensor([0.0] * prompt_length + list(log_probs)) if log_probs else None
-        record = FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
-        return replace(record, log_probs=known)
+        unknown, own = [math.nan] * (prompt_length + earlier_tokens), list(log_probs[earlier_tokens:])
+        last = earlier_tokens, drafter_version, torch.tensor(unknown + own) if log_probs else None
+        return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
 
     def record(self, hidden: list[Tensor], batch: Any) -> None:
         """Give the tap the rows of a step, which it gets beside the next steps. batch: what `_layout` reads."""

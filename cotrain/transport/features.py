@@ -40,7 +40,7 @@ class FeatureRecord:
     earlier_tokens: int = 0
     """Response tokens before the last segment, which other versions generated: a drafter is not judged by them."""
     drafter_version: int = 0  # version of the drafter that drafted in the last segment
-    log_probs: Tensor | None = None  # [T] float32, of the response's tokens with this sampling; None if unknown
+    log_probs: Tensor | None = None  # [T] float32, of this policy's tokens with this sampling; NaN if unknown
 
     @property
     def num_tokens(self) -> int:

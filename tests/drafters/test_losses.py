@@ -204,6 +204,13 @@ def test_log_probabilities_are_not_used_where_sampling_cuts_tokens_off_and_never
         assert torch.equal(*losses)
 
 
+def test_a_row_without_a_log_probability_has_all_logits(target_weights):
+    sampling, batch, drafter = SamplingParams(1.0, 1.0, 0, "probabilistic"), make_batch((3, 9, 0)), make_drafter()
+    known = with_log_probs(batch, target_weights, sampling)
+    known.log_probs[6] = torch.nan
+    torch.testing.assert_close(*(drafter_loss(drafter, rows, target_weights, sampling) for rows in (batch, known)))
+
+
 def test_a_head_that_is_not_trained_gets_no_gradient_and_changes_no_other(target_weights, sampling):
     batch = make_batch((3, 9, 0), (5, 6, 4))
     generator = torch.Generator().manual_seed(1)

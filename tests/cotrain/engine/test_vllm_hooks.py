@@ -319,7 +319,7 @@ def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path)
     draft(runner, 2)
     hook.tap_seconds = 0.25
     log_probs = [-0.5, -1.5, -2.5]
-    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], log_probs, 8, 0, 0, 0), "untapped": ([1, 2], [-1.0], 1, 0, 0, 0)}
+    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], log_probs, 8, 0, 1, 0), "untapped": ([1, 2], [-1.0], 1, 0, 0, 0)}
     worker.begin_features(finished, path, LAW, [1, 2])
     for _ in range(20):
         assert worker.features_written(path) is None and not Path(path).exists(), "the step does not wait"
@@ -332,7 +332,10 @@ def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path)
         False
     ]
     assert torch.equal(torch.cat([one.aux_hidden, one.final_hidden], 1)[7:10], torch.cat([*AUX, HIDDEN], 1)[:3])
-    assert one.log_probs is not None and one.log_probs[8:].tolist() == log_probs
+    assert one.log_probs is not None and one.log_probs[9:].tolist() == log_probs[1:]
+    assert one.log_probs[:9].isnan().all(), (
+        "the first token is of an earlier segment, and its row may be of another policy"
+    )
     assert stats["num_rollouts"] == 1 and stats["num_holes"] == 7 and stats["record_seconds"] == 0.25
     assert hook.tap.requests.keys() == {"b1r1"}, "it goes on"
 
