@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from cotrain.engine.cpu_packing import unpack
-from cotrain.engine.interface import KNOWN_VERSION, RUNNER, moved, wrap
+from cotrain.engine.interface import KNOWN_VERSION, RUNNER, WRAPPED, moved_in, wrap
 from cotrain.process.children import follow_parent
 
 CPU_ARGUMENTS = {
@@ -348,12 +349,13 @@ def apply_patches() -> None:
 
     Raises RuntimeError for a vLLM that is not supported, and for one in which a function that we replace has moved.
     """
-    from vllm import __version__
+    import vllm
 
-    if not __version__.startswith(KNOWN_VERSION):
-        raise RuntimeError(f"cotrain supports vLLM {KNOWN_VERSION}, this is {__version__}")
-    if problems := moved():
-        raise RuntimeError(f"this vLLM {__version__} is not the one that cotrain knows: {'; '.join(problems)}")
+    version = vllm.__version__
+    if not version.startswith(KNOWN_VERSION):
+        raise RuntimeError(f"cotrain supports vLLM {KNOWN_VERSION}, this is {version}")
+    if problems := moved_in(Path(vllm.__file__).parents[1], WRAPPED):
+        raise RuntimeError(f"this vLLM {version} is not the one that cotrain knows: {'; '.join(problems)}")
     correct()
 
 

@@ -7,7 +7,6 @@ import ast
 import functools
 import tomllib
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ SIDECAR_VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """Versions of vLLM whose engines cotrain may join when somebody else starts them."""
 
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
 
 Table = dict[str, str]
@@ -61,13 +58,6 @@ def computes_prompts(output: Any) -> bool:
     more = any(num - len(drafts.get(request, ())) > 1 for request, num in output.num_scheduled_tokens.items())
     # A new request looks like decoding when all of its prompt but one token is in the cache.
     return more or bool(output.scheduled_new_reqs)
-
-
-def moved() -> list[str]:
-    """Return what is not as in KNOWN_VERSION: what was expected and what is there."""
-    spec = find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    return moved_in(Path(spec.origin).parents[1], WRAPPED)
 
 
 def moved_in(sources: Path, table: Table) -> list[str]:

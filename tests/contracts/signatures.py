@@ -25,8 +25,6 @@ from cotrain.engine.cpu import (
 from cotrain.engine.host.adoption import HOST_HAS_SET
 from cotrain.engine.interface import (
     RUNNER,
-    RUNNER_V2,
-    SCHEDULER,
     SIDECAR,
     SIDECAR_OF_RUNNER,
     SIDECAR_VERSIONS,
@@ -69,11 +67,12 @@ READ = {
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_cached_reqs total_num_scheduled_tokens "
     "num_spec_tokens_to_schedule num_scheduled_tokens scheduled_spec_decode_tokens scheduled_new_reqs",
     "vllm.v1.core.sched.output:CachedRequestData": "req_ids",
-    SCHEDULER: "requests dynamic_sd_lookup num_spec_tokens scheduler_config has_unfinished_requests vllm_config",
+    "vllm.v1.core.sched.scheduler:Scheduler": "requests dynamic_sd_lookup num_spec_tokens scheduler_config "
+    "has_unfinished_requests vllm_config",
     "vllm.sampling_params:SamplingParams": "temperature top_p top_k max_tokens extra_args",
     "vllm.v1.worker.gpu_worker:Worker": "_weight_update_active use_v2_model_runner get_model get_draft_model "
     "speculative_config rank init_weight_transfer_engine start_weight_update update_weights finish_weight_update",
-    RUNNER_V2: "speculator model_config get_model get_draft_model",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "speculator model_config get_model get_draft_model",
     "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs query_start_loc positions input_ids",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": "num_speculative_steps model",
     "vllm.v1.outputs:DraftTokenIds": "draft_token_ids",

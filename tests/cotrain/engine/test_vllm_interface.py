@@ -7,9 +7,15 @@ import vllm
 
 from cotrain.engine import cpu, interface
 
+INSTALLED = Path(vllm.__file__).parents[1]
+
+
+def moved() -> list[str]:
+    return interface.moved_in(INSTALLED, interface.WRAPPED)
+
 
 def test_the_installed_vllm_is_the_one_that_is_known() -> None:
-    assert interface.moved() == []
+    assert moved() == []
 
 
 def test_each_entry_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,9 +24,9 @@ def test_each_entry_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     for path, names in entries.items():
         owner, _, last = path.rpartition("." if "." in path.partition(":")[2] else ":")
         monkeypatch.setattr(interface, "WRAPPED", {f"{owner}{path[len(owner)]}no_{last}": names})
-        assert interface.moved() == [f"{owner}{path[len(owner)]}no_{last} is missing"]
+        assert moved() == [f"{owner}{path[len(owner)]}no_{last} is missing"]
         monkeypatch.setattr(interface, "WRAPPED", {path: f"{names} no_such_name".strip()})
-        (problem,) = interface.moved()
+        (problem,) = moved()
         assert problem.startswith(path) and "no_such_name" in problem
 
 
@@ -33,7 +39,7 @@ def test_an_engine_whose_vllm_has_moved_refuses_to_start(monkeypatch: pytest.Mon
 def test_the_v2_runner_of_own_engines_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"{interface.SPECULATOR}.propose"
     monkeypatch.setitem(interface.WRAPPED, path, interface.WRAPPED[path].replace("temperature", "seeds"))
-    (problem,) = interface.moved()
+    (problem,) = moved()
     assert problem.startswith(f"{path} takes (self input_batch")
 
 
@@ -43,10 +49,9 @@ def test_the_v2_runner_of_own_engines_is_watched_too(monkeypatch: pytest.MonkeyP
     ids=["both runners", "V1", "V2", "own engines"],
 )
 def test_each_function_that_the_sidecar_hooks_into_would_be_missed(table: dict[str, str]) -> None:
-    installed = Path(vllm.__file__).parents[1]
-    assert table and interface.moved_in(installed, table) == []
+    assert table and interface.moved_in(INSTALLED, table) == []
     for path, names in table.items():
         for other in (f"other {names}", f"{names} other", f"{names.removesuffix(' ...')}_other ..."):
-            (problem,) = interface.moved_in(installed, {path: other})
+            (problem,) = interface.moved_in(INSTALLED, {path: other})
             assert problem.startswith(f"{path} takes (")
-        assert interface.moved_in(installed, {f"{path}_gone": names})
+        assert interface.moved_in(INSTALLED, {f"{path}_gone": names})

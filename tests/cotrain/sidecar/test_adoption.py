@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from cotrain.engine.host import adoption
 from cotrain.engine.host.adoption import MARK, NotAdopted, check_arguments, check_config, configured
-from cotrain.engine.interface import RUNNER, RUNNER_V2, SIDECAR_OF_RUNNER
+from cotrain.engine.interface import RUNNER, SIDECAR_OF_RUNNER
 from cotrain.models.loading import resolve_model
 from cotrain.transport.spool import VARIABLE, Spool, SpoolError
 from drafters.base import TargetSpec
@@ -136,7 +136,8 @@ def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, An
 def test_a_vllm_whose_model_runner_has_moved_is_left_alone(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(quantization=None, runner_type="generate", world_size=1, data_parallel_size=1)
     config = SimpleNamespace(use_v2_model_runner=is_v2, model_config=found, parallel_config=found)
-    path = f"{RUNNER_V2 if is_v2 else RUNNER}.take_draft_token_ids"
+    runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner" if is_v2 else RUNNER
+    path = f"{runner}.take_draft_token_ids"
     monkeypatch.setitem(SIDECAR_OF_RUNNER[is_v2], path, "self other ...")
     with pytest.raises(
         NotAdopted, match=r"GPUModelRunner\.take_draft_token_ids takes \(self\) .*\(self other \.\.\.\)"
