@@ -61,10 +61,12 @@ class ServedWeights:
             raise ValueError(f"{message}; train a policy of another architecture")
 
     def check(self, path: str, digests: dict[str, str]) -> dict[str, Tensor]:
-        """Read and check an update without touching the model, and keep its tensors for the next `update`, if it is of them.
+        """Read and check an update without touching the model, and keep its tensors for the next call, if it is of them.
 
         Returns the tensors. Raises WeightUpdateRefused.
         """
+        if self._checked is not None and self._checked[:2] == (path, digests):
+            return self._checked[2]
         self._checked = None
 
         def read() -> dict[str, Tensor]:
@@ -82,10 +84,7 @@ class ServedWeights:
         turn: each turn reads other columns of packed policy matrices back. Raises RuntimeError with WEIGHTS_UNKNOWN when the
         model could not be brought back to what it served.
         """
-        if self._checked is not None and self._checked[:2] == (path, digests):
-            tensors = self._checked[2]
-        else:
-            tensors = self.check(path, digests)  # what can fail comes before the model is touched
+        tensors = self.check(path, digests)  # what can fail comes before the model is touched
         self._checked = None
         try:
             self.on_all_ranks(lambda: self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn))
