@@ -1,6 +1,6 @@
 """One rollout engine: vLLM's asynchronous engine with speculation, feature tap and weight updates.
 
-`processes.py` has the start and the calls into vLLM, and `updates.py` the updates of weights.
+`processes.py` has the start, the updates of weights and the calls into vLLM.
 """
 
 import asyncio
@@ -15,16 +15,15 @@ from typing import Any
 
 from cotrain.acceptance_stats import counts_of_steps, total_counts
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.processes import PARTIAL, death_in_words
+from cotrain.engine.processes import PARTIAL, VllmEngine, death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.tap_admission import Admission, TapRequest, first_of_each_prompt, row_bytes
-from cotrain.engine.updates import UpdatableEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import GainReport, Rollout, RolloutBatch, RolloutRequest, Segment, StepTotal, Versions, Window
 from drafters.base import SamplingParams
 
 
-class RolloutEngine(UpdatableEngine):
+class RolloutEngine(VllmEngine):
     """Generates rollouts and takes weight updates. Calls may overlap: each has its own requests, tap and counts."""
 
     def __init__(self, spec: EngineSpec):
