@@ -138,11 +138,6 @@ class DraftingHook(TapHook):
         self._unread, self._num_unread = list[Rows](), 0  # rows put aside, and the most rows of a pass that reads them
         self._propose, model_runner.propose_draft_token_ids = model_runner.propose_draft_token_ids, self.draft
 
-    @property
-    def layers(self) -> Any:
-        """Names of the drafter's attention layers."""
-        return self._runner.drafter._draft_attn_layer_names
-
     def set_draws(self, draws: bool) -> None:
         """Draw draft tokens from the next step on, or take the likeliest."""
         self._runner.drafter._enable_probabilistic_draft_probs = draws

@@ -67,11 +67,6 @@ class SpeculatorHook(TapHook):
         finally:
             self._speculator.num_speculative_steps = most
 
-    @property
-    def layers(self) -> Any:
-        """Names of the drafter's attention layers."""
-        return self._speculator.draft_attn_layer_names
-
     def set_draws(self, draws: bool) -> None:
         """Draw draft tokens from the next step on, or take the likeliest. Raises ValueError in an engine that cannot draw."""
         if draws and self._draft_logits is None:

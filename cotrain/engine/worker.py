@@ -176,8 +176,9 @@ class EngineWorker:
 
         NaN that a drafter has written stays there for the next one: even a masked position contributes 0 * NaN = NaN.
         """
-        for name in self.hook.layers:
-            self.worker.model_runner.compilation_config.static_forward_context[name].kv_cache.zero_()
+        for module in self.worker.get_draft_model().modules():
+            if hasattr(module, "kv_cache"):
+                module.kv_cache.zero_()
 
 
 def _written(path: str, taken: Future[list[FeatureRecord]], stats: dict[str, float]) -> dict[str, float]:

@@ -37,10 +37,10 @@ from cotrain.engine.model_runner_v2 import LENGTH
 SOURCES = Path(os.environ["VLLM_SOURCES"])
 
 READ = {
-    RUNNER: "_get_positions input_batch input_ids drafter device model_config compilation_config discard_request_mask "
+    RUNNER: "_get_positions input_batch input_ids drafter device model_config discard_request_mask "
     "num_spec_tokens _draft_probs _draft_prob_req_ids requests",
     PROPOSER: "model block_size max_num_tokens net_num_new_slots_per_request _enable_probabilistic_draft_probs "
-    "_draft_attn_layer_names propose num_speculative_tokens target_token_ids target_positions target_hidden_states "
+    "propose num_speculative_tokens target_token_ids target_positions target_hidden_states "
     "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata",
     "vllm.v1.sample.metadata:SamplingMetadata": "all_greedy all_random temperature",
     "vllm.v1.outputs:ModelRunnerOutput": "sampled_token_ids req_id_to_index",
