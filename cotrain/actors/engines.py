@@ -38,7 +38,7 @@ class RolloutEngines(Replicas):
         super().__init__(cluster, nodes, config, current, watch)
         self._returning: list[int] = []  # restarted engines that wait for the learner's next update
         self._sharing: list[tuple[int, Reply[None]]] = []  # calls of `share_history` that may not have ended
-        self._draft_length: list[int | None] = []  # what was set last, if anything
+        self._draft_length: int | None = None  # what was set last; a run begins with None
 
     def receive_from(self, learner: Policy) -> None:
         """Let this learner send the policy, unless policy.weight_transfer is "files"."""
@@ -77,8 +77,7 @@ class RolloutEngines(Replicas):
             path = f"{specs[other].scratch}/{HISTORY}"
             call(other, RolloutEngine.on_workers, EngineWorker.save_history, path)
             call(engine, RolloutEngine.on_workers, EngineWorker.load_history, self._nodes.bring(path, node))
-        for num in self._draft_length:
-            call(engine, RolloutEngine.set_num_speculative_tokens, num)
+        call(engine, RolloutEngine.set_num_speculative_tokens, self._draft_length)
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +207,7 @@ class RolloutEngines(Replicas):
 
     def set_num_speculative_tokens(self, num: int | None) -> None:
         """See RolloutEngine.set_num_speculative_tokens. An engine that is started again gets it too."""
-        self._draft_length = [num]
+        self._draft_length = num
         self.call_all(RolloutEngine.set_num_speculative_tokens, num)
 
     def clear_drafter_cache(self) -> None:

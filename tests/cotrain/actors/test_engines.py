@@ -226,7 +226,7 @@ def test_all_engines_know_the_same_history() -> None:
     engines.come_back(2)
     file = "shm/node of rollout_0/rollout_0/history.safetensors"
     assert engines.stand_ins[0].log[-1] == f"save {file}"
-    assert engines.stand_ins[2].log == [f"load node of rollout_2/{file}"]
+    assert engines.stand_ins[2].log == [f"load node of rollout_2/{file}", "draft None"]
     engines.save_history(Path("checkpoint"))
     assert engines.stand_ins[0].log[-1] == "save checkpoint"
 
