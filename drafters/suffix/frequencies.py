@@ -67,42 +67,36 @@ def _before(text, i, j):
 
 
 @_compiled
-def sort(text, order):
-    """Sort ascending positions of a text by context, in place."""
-    scratch, width = np.empty_like(order), 1
-    while width < len(order):
-        for start in range(0, len(order), 2 * width):
-            middle, end = min(start + width, len(order)), min(start + 2 * width, len(order))
-            i, j = start, middle
-            for out in range(start, end):
-                if j == end or (i < middle and _before(text, order[i], order[j])):
-                    scratch[out] = order[i]
-                    i += 1
-                else:
-                    scratch[out] = order[j]
-                    j += 1
-        order[:] = scratch
-        width *= 2
-
-
-@_compiled
 def merge(text, first, second, merged, reached, most):
-    """Merge two segments by context, at most `most` positions from where it stopped before.
+    """Merge positions that are sorted by context, at most `most` of them from where it stopped before.
 
-    first, second, merged: (order, following tokens) each; the last is to be filled. reached [2]: how many positions of each were
-    merged; it is brought up to date.
+    first, second: positions. merged: order and following tokens, to be filled. reached [2]: how many positions of each were merged;
+    it is brought up to date.
     """
-    (first_order, first_following), (second_order, second_following) = first, second
     order, following = merged
     i, j = reached
     for out in range(i + j, min(len(order), i + j + most)):
-        if j == len(second_order) or (i < len(first_order) and _before(text, first_order[i], second_order[j])):
-            order[out], following[out] = first_order[i], first_following[i]
+        if j == len(second) or (i < len(first) and _before(text, first[i], second[j])):
+            order[out] = first[i]
             i += 1
         else:
-            order[out], following[out] = second_order[j], second_following[j]
+            order[out] = second[j]
             j += 1
+        following[out] = text[order[out]]
     reached[0], reached[1] = i, j
+
+
+@_compiled
+def sort(text, order, following):
+    """Sort ascending positions of a text by context, in place, and fill in the tokens that follow."""
+    width, following[:] = 1, text[order]
+    while width < len(order):
+        before = order.copy()
+        for start in range(0, len(order), 2 * width):
+            middle, end = start + width, start + 2 * width
+            merged = order[start:end], following[start:end]
+            merge(text, before[start:middle], before[middle:end], merged, np.zeros(2, np.int64), 2 * width)
+        width *= 2
 
 
 @_compiled

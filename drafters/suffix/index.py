@@ -24,8 +24,6 @@ LEARNT_BYTES_PER_TOKEN = (1 + 2 * 2) * 4
 
 BYTES_PER_TOKEN = LEARNT_BYTES_PER_TOKEN + 2 * 4  # and two in a merge
 
-MOST_BYTES = BYTES_PER_TOKEN * (2**31 - 1)  # largest index: positions are int32
-
 PIECE = 2**14
 """Positions that `advance` sorts or merges, which takes about 1 ms; it may handle nearly three times as many."""
 
@@ -154,10 +152,8 @@ class SuffixIndex:
     """
 
     def __init__(self, max_bytes: int, seed: int = 0):
-        """Raises ValueError when max_bytes is too large for positions of 32 bits. It has room for at least four tokens."""
+        """max_bytes: room for at least four tokens; the configuration bounds it, because positions have 32 bits."""
         self.max_tokens = max_bytes // BYTES_PER_TOKEN
-        if max_bytes > MOST_BYTES:
-            raise ValueError(f"an index of {max_bytes} bytes has positions above 2^31; allow at most {MOST_BYTES}")
         self._room, self._rng = self.max_tokens // 2, np.random.default_rng(seed)
         self.forget()
 
@@ -269,18 +265,15 @@ Pieces = Generator[int, None, T]  # work that is done in pieces: yields the numb
 
 def sorted_by_context(text: Tokens, start: int, end: int) -> Pieces[Segment]:
     """Return a segment of the positions from start to end, excluded."""
-    segments = []
-    for first in range(start, end, BLOCK):
-        order = np.arange(first, min(first + BLOCK, end), dtype=np.int32)
-        frequencies.sort(text, order)
-        segments.append(Segment(order, text[order]))
-        yield len(order) * len(order).bit_length()
-    while len(segments) > 1:
-        joined = []
-        for pair in zip(segments[::2], segments[1::2], strict=False):
-            joined.append((yield from merged(text, *pair)))
-        segments = joined + segments[2 * len(joined) :]
-    return segments[0]
+    if end - start <= BLOCK:
+        segment = Segment(np.arange(start, end, dtype=np.int32), np.empty(end - start, np.int32))
+        frequencies.sort(text, *segment)
+        yield len(segment.order) * len(segment.order).bit_length()
+        return segment
+    middle = (start + end) // 2
+    first = yield from sorted_by_context(text, start, middle)
+    second = yield from sorted_by_context(text, middle, end)
+    return (yield from merged(text, first, second))
 
 
 def merged(text: Tokens, first: Segment, second: Segment) -> Pieces[Segment]:
@@ -288,6 +281,6 @@ def merged(text: Tokens, first: Segment, second: Segment) -> Pieces[Segment]:
     both = Segment(*(np.empty(len(first.order) + len(second.order), np.int32) for _ in range(2)))
     reached = np.zeros(2, np.int64)
     while (before := int(reached.sum())) < len(both.order):
-        frequencies.merge(text, first, second, both, reached, PIECE)
+        frequencies.merge(text, first.order, second.order, both, reached, PIECE)
         yield int(reached.sum()) - before
     return both

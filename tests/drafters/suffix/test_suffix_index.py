@@ -9,7 +9,7 @@ from scipy import stats
 
 from drafters.suffix import frequencies
 from drafters.suffix.frequencies import EVERY_PROMPT_WEIGHT
-from drafters.suffix.index import BYTES_PER_TOKEN, MOST_BYTES, Drafts, RequestTexts, SuffixIndex, key_of
+from drafters.suffix.index import BYTES_PER_TOKEN, Drafts, RequestTexts, SuffixIndex, key_of
 
 PROMPTS = [[1, 2, 3], [1, 2, 4], [5]]
 
@@ -259,7 +259,5 @@ def test_a_file_that_does_not_fit_leaves_an_index_as_it_was(tmp_path: Path) -> N
     assert draft_of(small, [9], [4], 2, False).lists() == [[5, 6]]
 
 
-def test_an_index_with_too_much_room_is_refused_and_one_with_the_least_learns() -> None:
-    with pytest.raises(ValueError, match=f"positions above 2.31; allow at most {MOST_BYTES}"):
-        SuffixIndex(MOST_BYTES + 1)
+def test_an_index_with_the_least_room_learns() -> None:
     learn(SuffixIndex(4 * BYTES_PER_TOKEN), [9], [4, 5, 6])
