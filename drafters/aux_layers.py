@@ -76,35 +76,35 @@ class AuxDrafter(Drafter):
     shape: AuxShape
     fc: nn.Linear  # [A*H] to [H]
     d2t: Tensor
-    maps: tuple[str, ...] = ("d2t", "t2d")
-    """Those of `to_maps` that a checkpoint has."""
+    """[V_draft] int64: target id = draft id + d2t[draft id], ascending."""
     never_drafted: tuple[int, ...] = ()
     """The token ids that no text has."""
 
     def add_head(self, own: bool = True) -> None:
-        """Add the head, unless it is the target's, and the maps between the vocabularies; a subclass calls it after its layers."""
+        """Add the head, unless it is the target's, and the map to the target's vocabulary; a subclass calls it after its layers."""
         sizes, self.has_own_head = self.shape.sizes, own
         if own:
             self.lm_head = nn.Linear(sizes.hidden_size, self.shape.draft_vocab_size, bias=False)
         # vLLM has no map to load when the vocabularies are the same.
         self.has_map = self.shape.draft_vocab_size < sizes.vocab_size
-        self._set_maps(torch.arange(self.shape.draft_vocab_size))
+        self._set_map(torch.arange(self.shape.draft_vocab_size))
 
-    def _set_maps(self, tokens: Tensor) -> None:
+    def _set_map(self, tokens: Tensor) -> None:
         if self.has_map:
-            maps = to_maps(tokens.to(self.fc.weight.device), self.shape.sizes.vocab_size)
-            for name in self.maps:
-                self.register_buffer(name, maps[name])
+            tokens = tokens.to(self.fc.weight.device)
+            self.register_buffer("d2t", tokens - torch.arange(len(tokens), device=tokens.device))
 
     @property
     def draft_to_target(self) -> Tensor:
-        return to_tokens(self.d2t) if self.has_map else super().draft_to_target
+        if not self.has_map:
+            return super().draft_to_target
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @torch.no_grad()
     def choose_vocabulary(self, token_counts: Tensor, target: TargetWeights) -> float:
         size, always = self.shape.draft_vocab_size, self.shape.sizes.eos_token_ids
         tokens = choose_tokens(token_counts, size, always, self.never_drafted)
-        self._set_maps(tokens)
+        self._set_map(tokens)
         if self.has_own_head:
             self.lm_head.weight.copy_(target.head[tokens.to(target.head.device)])
         total = token_counts.sum()
@@ -116,7 +116,7 @@ class AuxDrafter(Drafter):
         super().initialise(generator)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.sizes.hidden_size :].fill_diagonal_(1.0)
-        self._set_maps(torch.arange(self.shape.draft_vocab_size))
+        self._set_map(torch.arange(self.shape.draft_vocab_size))
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = (), never: Sequence[int] = ()) -> Tensor:
@@ -132,19 +132,3 @@ def choose_tokens(counts: Tensor, size: int, always: Sequence[int] = (), never: 
     rank[list(never)] = -1
     rank[kept] = torch.inf
     return rank.argsort(descending=True, stable=True)[:size].sort().values
-
-
-def to_maps(draft_to_target: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Return the maps d2t [V_draft] int64 and t2d [V] bool from ascending target ids [V_draft].
-
-    target id = draft id + d2t[draft id]; t2d says for each target id whether it is in the draft vocabulary.
-    """
-    d2t = draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
-    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_to_target.device)
-    t2d[draft_to_target] = True
-    return {"d2t": d2t, "t2d": t2d}
-
-
-def to_tokens(d2t: Tensor) -> Tensor:
-    """Return target ids [V_draft] from offsets [V_draft]."""
-    return d2t + torch.arange(len(d2t), device=d2t.device)

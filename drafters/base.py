@@ -152,8 +152,8 @@ class Drafter(nn.Module, ABC):
         return self.state_dict()
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint that stock vLLM serves; by default all."""
-        return self.state_dict()
+        """Return the tensors of a checkpoint that stock vLLM serves; by default what an engine loads."""
+        return self.state_for_serving()
 
     def overflowing(self) -> list[str]:
         """List the tensors that are not finite or, if all are, those with a weight above LARGEST_WEIGHT; usually empty."""

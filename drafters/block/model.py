@@ -73,7 +73,6 @@ class DFlashDrafter(AuxDrafter):
 
     shape: DFlashShape
     spread: Tensor
-    maps: tuple[str, ...] = ("d2t",)
 
     def __init__(self, shape: DFlashShape) -> None:
         super().__init__(shape)
@@ -193,9 +192,6 @@ class DFlashDrafter(AuxDrafter):
     def state_for_serving(self) -> dict[str, Tensor]:
         state = {name: tensor for name, tensor in self.state_dict().items() if name != "spread"}
         return state | {"fc.weight": self.fc.weight.detach() / self.spread}
-
-    def saved_state(self) -> dict[str, Tensor]:
-        return self.state_for_serving()
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

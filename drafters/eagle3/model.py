@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape, to_tokens, unsupported
+from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape, unsupported
 from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.config import Eagle3Config
 from drafters.target import other_values, read_sizes
@@ -160,8 +160,9 @@ class Eagle3Drafter(AuxDrafter):
         return self.fc(aux_hidden)
 
     def load_tensors(self, tensors: dict[str, Tensor], source: str | Path, assign: bool = False) -> None:
-        super().load_tensors(tensors, source, assign)
-        if self.has_map and not torch.equal(tensors["t2d"].nonzero().squeeze(1), to_tokens(tensors["d2t"])):
+        t2d = tensors.get("t2d")
+        super().load_tensors({name: tensor for name, tensor in tensors.items() if name != "t2d"}, source, assign)
+        if t2d is not None and not torch.equal(t2d.nonzero().squeeze(1), self.draft_to_target.to(t2d.device)):
             raise ValueError(f"{source}: d2t and t2d do not name the same ascending token ids")
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
@@ -171,8 +172,13 @@ class Eagle3Drafter(AuxDrafter):
         )
         return hidden, self.lm_head.weight
 
-    def state_for_serving(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.state_dict().items() if name != "t2d"}
+    def saved_state(self) -> dict[str, Tensor]:
+        """Return what vLLM loads, and t2d [V], which says for each target id whether it is in the draft vocabulary."""
+        if not self.has_map:
+            return super().saved_state()
+        t2d = torch.zeros(self.shape.sizes.vocab_size, dtype=torch.bool, device=self.d2t.device)
+        t2d[self.draft_to_target] = True
+        return super().saved_state() | {"t2d": t2d}
 
 
 def _problems(config: dict[str, Any], sizes: TargetSpec) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""The draft vocabulary and its maps."""
+"""The draft vocabulary."""
 
 import pytest
 import torch
 
-from drafters.aux_layers import choose_tokens, to_maps, to_tokens
+from drafters.aux_layers import choose_tokens
 
 
 def test_most_frequent_tokens_ascending():
@@ -19,14 +19,6 @@ def test_ties_and_leftover_rows_go_to_the_lowest_ids():
 
 def test_special_tokens_are_always_in():
     assert choose_tokens(torch.tensor([9, 8, 7, 0, 0]), 2, always=[4]).tolist() == [0, 4]
-
-
-def test_maps_go_both_ways():
-    tokens = torch.tensor([1, 4, 5])
-    d2t, t2d = to_maps(tokens, 7).values()
-    assert d2t.tolist() == [1, 3, 3]
-    assert t2d.nonzero().flatten().tolist() == [1, 4, 5]
-    assert torch.equal(to_tokens(d2t), tokens)
 
 
 def test_sizes_that_cannot_work():

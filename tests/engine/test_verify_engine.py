@@ -19,7 +19,6 @@ from cotrain.lossless.setting import PLAIN, Setting, standard_settings
 from cotrain.process.scratch import scratch_folder
 from cotrain.records import Rollout, WeightPayload
 from drafters.alignment import DraftBatch
-from drafters.aux_layers import to_tokens
 from drafters.base import Drafter, TargetWeights
 from pipelines.verify.checks import Distributions, Plan, Verifier, perturbed, target_distributions
 from tests.engine import planted_bugs
@@ -70,8 +69,7 @@ def planting(rollout_config: RolloutConfig, target_folder: Path, small_drafter_f
 
 @pytest.fixture(scope="module")
 def distributions(target_model: Any, small_drafter: Drafter) -> Distributions:
-    ids = to_tokens(small_drafter.state_for_serving()["d2t"]).tolist()
-    return target_distributions(target_model, ids, "float32")
+    return target_distributions(target_model, small_drafter.draft_to_target.tolist(), "float32")
 
 
 @pytest.fixture(scope="module")

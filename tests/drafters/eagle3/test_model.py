@@ -20,13 +20,14 @@ def test_choosing_the_vocabulary_sets_map_and_head(target_weights):
     tokens = drafter.draft_to_target
     assert share == 1.0
     assert {2, 3, *range(25, 40)} <= set(tokens.tolist())  # 2 is the end of sequence
-    assert drafter.t2d.nonzero().flatten().tolist() == tokens.tolist()
+    assert drafter.d2t.tolist() == [token - i for i, token in enumerate(tokens.tolist())]
+    assert drafter.saved_state()["t2d"].nonzero().flatten().tolist() == tokens.tolist()
     torch.testing.assert_close(drafter.lm_head.weight.detach(), target_weights.head[tokens])
 
 
 def test_the_whole_vocabulary_has_no_map(target_weights):
     drafter = make_drafter(draft_vocab_size=TARGET.vocab_size)
-    assert {"d2t", "t2d"}.isdisjoint(drafter.state_dict())
+    assert {"d2t", "t2d"}.isdisjoint(drafter.saved_state())
     assert drafter.choose_vocabulary(torch.ones(40), target_weights) == 1.0
     assert drafter.draft_to_target.tolist() == list(range(40))
 
