@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.base import Drafter, Shape, TargetSpec, TargetWeights
-from drafters.config import DFlashConfig, Eagle3Config
+from drafters.config import AuxConfig
 from drafters.unroll import BY_LENGTH, inverse_frequencies
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -23,7 +23,7 @@ class AuxShape(Shape):
     aux_layers: tuple[int, ...]  # ascending; id k = Hugging Face hidden_states[k]
 
 
-def new_shape(config: Eagle3Config | DFlashConfig, target: TargetSpec) -> AuxShape:
+def new_shape(config: AuxConfig, target: TargetSpec) -> AuxShape:
     """Return what the shape of a new drafter has of its configuration.
 
     Its layers have no biases, and a rotation that can be trained, which need not be the target's. Raises ValueError naming the field

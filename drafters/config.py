@@ -14,11 +14,9 @@ class Section(BaseModel):
         return hash(self.model_dump_json())  # fields may be dictionaries, which have no hash
 
 
-class Eagle3Config(Section):
-    """EAGLE-3: Llama-style layers over hidden states of some target layers."""
+class AuxConfig(Section):
+    """What drafters have that read hidden states of some target layers."""
 
-    type: Literal["eagle3"]
-    """Kind of drafter."""
     draft_vocab_size: PositiveInt | None = None
     """Number of tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary.
     Default: 8192, or the target's vocabulary if that is smaller; a drafter that is loaded keeps its own."""
@@ -27,25 +25,26 @@ class Eagle3Config(Section):
     aux_layers: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
     """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
     Default: 2, N//2, N-3 for a target of N layers."""
+
+
+class Eagle3Config(AuxConfig):
+    """EAGLE-3: Llama-style layers over hidden states of some target layers."""
+
+    type: Literal["eagle3"]
+    """Kind of drafter."""
     trained_depth: PositiveInt = 3
     """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
 
 
-class DFlashConfig(Section):
+class DFlashConfig(AuxConfig):
     """DFlash: Qwen3 layers over hidden states of some target layers, which propose a whole block of tokens in one pass. DSpark adds a
     head of low rank through which a draft token knows the one before it, and an estimate of its acceptance; only vLLM's model runner
     V2 serves it."""
 
     type: Literal["dflash", "dspark"]
     """Kind of drafter."""
-    draft_vocab_size: PositiveInt | None = None
-    """Number of tokens the drafter can propose, chosen by frequency in the first rollouts. At most the target's vocabulary.
-    Default: 8192, or the target's vocabulary if that is smaller; a drafter that is loaded keeps its own."""
     num_layers: PositiveInt = 2
     """Number of decoder layers."""
-    aux_layers: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
-    """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
-    Default: 2, N//2, N-3 for a target of N layers."""
     trained_depth: PositiveInt = 5
     """Draft positions trained, which is the longest block. Serve no more draft tokens than this."""
     mask_token_id: NonNegativeInt | None = None

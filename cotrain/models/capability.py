@@ -13,7 +13,7 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
-from drafters.config import BLOCK_DRAFTERS, DFlashConfig, DrafterModelConfig, Eagle3Config
+from drafters.config import BLOCK_DRAFTERS, AuxConfig, DrafterModelConfig
 from drafters.files import text_fields, unused_token_id
 
 REGISTRY, TABLES = "vllm.model_executor.models.registry", ("TEXT_GENERATION", "MULTIMODAL", "TRANSFORMERS_SUPPORTED")
@@ -89,7 +89,7 @@ def drafter_problems(config: Mapping[str, Any], folder: Path, drafter: DrafterMo
 
     if reason := drafting_refusal(config, drafter.type, on_cpu):
         return [f"drafter.model.type: {reason}; `cotrain models {folder}` says what can draft"]
-    layers = drafter.num_layers if isinstance(drafter, DFlashConfig | Eagle3Config) else 1
+    layers = drafter.num_layers if isinstance(drafter, AuxConfig) else 1
     if layers > 1 and _in_several_groups(config, layers):
         fix = "vLLM would part them into several groups of the KV cache, beside this policy's layers with sliding windows; use 1"
         return [f"drafter.model.num_layers: {layers} layers cannot be served: {fix}"]
