@@ -25,6 +25,8 @@ class AuxConfig(Section):
     aux_layers: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
     """Target layers whose input residual stream is read, ascending (id k = Hugging Face hidden_states[k]).
     Default: 2, N//2, N-3 for a target of N layers."""
+    trained_depth: PositiveInt = 3
+    """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
 
 
 class Eagle3Config(AuxConfig):
@@ -32,8 +34,6 @@ class Eagle3Config(AuxConfig):
 
     type: Literal["eagle3"]
     """Kind of drafter."""
-    trained_depth: PositiveInt = 3
-    """Draft positions unrolled in training (training-time test). Serve no more draft tokens than this."""
 
 
 class DFlashConfig(AuxConfig):
