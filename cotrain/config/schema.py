@@ -11,7 +11,7 @@ from drafters.config import BLOCK_DRAFTERS, DrafterModelConfig, Section
 MIN_ROLLOUTS = 16
 """Fewest rollouts of a step that the gate needs. With fewer, a few long responses bias the ratios of their sums."""
 
-BYTES_PER_TOKEN = 28
+BYTES_PER_TOKEN = 16
 """Bytes per token of the index of rollouts, as in drafters/suffix/index.py, which is not imported here because it needs numba."""
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
@@ -94,7 +94,7 @@ class HistoryConfig(Section):
     this section there is no index."""
 
     max_bytes: Annotated[PositiveInt, Field(le=BYTES_PER_TOKEN * (2**31 - 1))] = 2**28
-    """Most bytes of the index in each engine, 28 for each token, whose positions have 32 bits. When it is full, the oldest half is
+    """Most bytes of the index in each engine, 16 for each token, whose positions have 32 bits. When it is full, the oldest half is
     forgotten."""
 
 

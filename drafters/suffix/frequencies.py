@@ -48,10 +48,9 @@ def _pointer(_, address):
 
 @_compiled
 def _arrays(segment):
-    """Return the text, order and following tokens of a row of addresses and sizes: see index.Scope."""
-    text, order, following, size, num_positions = segment
-    of_position = numba.carray(_pointer(order), num_positions), numba.carray(_pointer(following), num_positions)
-    return numba.carray(_pointer(text), size), *of_position
+    """Return the text and the positions of a row of addresses and sizes: see index.Scope."""
+    text, order, size, num_positions = segment
+    return numba.carray(_pointer(text), size), numba.carray(_pointer(order), num_positions)
 
 
 @_compiled
@@ -68,34 +67,30 @@ def _before(text, i, j):
 
 @_compiled
 def merge(text, first, second, merged, reached, most):
-    """Merge positions that are sorted by context, at most `most` of them from where it stopped before.
+    """Merge two segments by context into `merged`, at most `most` positions from where it stopped before.
 
-    first, second: positions. merged: order and following tokens, to be filled. reached [2]: how many positions of each were merged;
-    it is brought up to date.
+    reached [2]: how many positions of each were merged; it is brought up to date.
     """
-    order, following = merged
     i, j = reached
-    for out in range(i + j, min(len(order), i + j + most)):
+    for out in range(i + j, min(len(merged), i + j + most)):
         if j == len(second) or (i < len(first) and _before(text, first[i], second[j])):
-            order[out] = first[i]
+            merged[out] = first[i]
             i += 1
         else:
-            order[out] = second[j]
+            merged[out] = second[j]
             j += 1
-        following[out] = text[order[out]]
     reached[0], reached[1] = i, j
 
 
 @_compiled
-def sort(text, order, following):
-    """Sort ascending positions of a text by context, in place, and fill in the tokens that follow."""
-    width, following[:] = 1, text[order]
+def sort(text, order):
+    """Sort ascending positions of a text by context, in place."""
+    width = 1
     while width < len(order):
         before = order.copy()
         for start in range(0, len(order), 2 * width):
             middle, end = start + width, start + 2 * width
-            merged = order[start:end], following[start:end]
-            merge(text, before[start:middle], before[middle:end], merged, np.zeros(2, np.int64), 2 * width)
+            merge(text, before[start:middle], before[middle:end], order[start:end], np.zeros(2, np.int64), 2 * width)
         width *= 2
 
 
@@ -195,7 +190,7 @@ def _count(tokens, mass, slots, n, following, weight):
 def _next_distribution(segments, num_own, text, length, response_start, links, heads, tokens, probabilities, work):
     """Compute the distribution of the token after a context.
 
-    segments int64 [S, 5]: the segments to look at, of which num_own hold texts of the same prompt, and the others those of all
+    segments int64 [S, 4]: the segments to look at, of which num_own hold texts of the same prompt, and the others those of all
     prompts. text[:length]: prompt and response. The index holds only responses, so only the response (from response_start on) is
     looked up in it; the whole text is looked up in itself. Fills tokens and probabilities [WIDTH]; returns their number and the
     longest match's length.
@@ -204,7 +199,7 @@ def _next_distribution(segments, num_own, text, length, response_start, links, h
     longest = 0
     for s in range(len(segments)):
         lows[s], highs[s] = 0, 0
-        found, order, _ = _arrays(segments[s])
+        found, order = _arrays(segments[s])
         longest = max(longest, _places(found, order, text, length, response_start, lows[s], highs[s]))
     num_places = _own_places(text, length, links, heads, own, own_matched)
     for i in range(num_places):
@@ -220,8 +215,8 @@ def _next_distribution(segments, num_own, text, length, response_start, links, h
             low, high = lows[s, level], highs[s, level]
             stride = max(1, (high - low) // MOST_PLACES)
             weight = 1.0 if s < num_own else EVERY_PROMPT_WEIGHT
-            _, _, following = _arrays(segments[s])
-            n = _count(tokens, mass, slots, n, following[low:high:stride], weight * stride)
+            found, order = _arrays(segments[s])
+            n = _count(tokens, mass, slots, n, found[order[low:high:stride]], weight * stride)
         for i in range(num_places):
             if own_matched[i] >= LEVELS[level]:
                 n = _count(tokens, mass, slots, n, text[own[i] : own[i] + 1], OWN_WEIGHT)
@@ -259,7 +254,7 @@ def _draw(probabilities, rng):
 def draft(requests, rows, response_starts, own, own_ends, every, k, draws, rng):
     """Propose at most k tokens for each of R requests: drawn from their distributions where `draws`, otherwise the likeliest.
 
-    requests: texts, links, heads and lengths of RequestTexts. rows [R]: the requests, -1 for none. own, every int64 [S, 5]:
+    requests: texts, links, heads and lengths of RequestTexts. rows [R]: the requests, -1 for none. own, every int64 [S, 4]:
     segments of the requests' prompts, of which request i has those before own_ends[i] and after own_ends[i - 1], and those of all
     prompts. draws [R]. Returns what index.Drafts holds.
     """

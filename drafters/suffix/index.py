@@ -19,10 +19,10 @@ KEY_BYTES = 16
 
 EVERY_PROMPT = bytes(KEY_BYTES)  # key of the segments that hold the texts of all prompts
 
-LEARNT_BYTES_PER_TOKEN = (1 + 2 * 2) * 4
-"""An int32 for the token, and two in the segments of its prompt and two in those of all prompts."""
+LEARNT_BYTES_PER_TOKEN = 3 * 4
+"""An int32 for the token, one in the segments of its prompt and one in those of all prompts."""
 
-BYTES_PER_TOKEN = LEARNT_BYTES_PER_TOKEN + 2 * 4  # and two in a merge
+BYTES_PER_TOKEN = LEARNT_BYTES_PER_TOKEN + 4  # and one in a merge
 
 PIECE = 2**14
 """Positions that `advance` sorts or merges, which takes about 1 ms; it may handle nearly three times as many."""
@@ -30,36 +30,31 @@ PIECE = 2**14
 BLOCK = 2**11  # positions of a text that are sorted at once; longer texts are merged from such blocks
 
 
-class Segment(NamedTuple):
-    """Positions in some texts of a generation, sorted by the context before them."""
-
-    order: Tokens
-    following: Tokens  # the token at each of these positions, so that counting what follows a context reads neighbours
-
-
-NO_ROWS = np.zeros((0, 5), np.int64)
+NO_ROWS = np.zeros((0, 4), np.int64)
 
 
 class Scope:
-    """The segments that hold the texts of one prompt, or those of all, from old to new, and their rows [S, 5] for numba."""
+    """The segments that hold the texts of one prompt, or those of all, from old to new, and their rows [S, 4] for numba.
+
+    A segment has positions in some texts of a generation, sorted by the context before them.
+    """
 
     def __init__(self, text: Tokens):
         self._text = text
-        self._segments: list[Segment] = []
-        self.rows = NO_ROWS  # addresses of text, order and following tokens, and the sizes of text and order
+        self._segments: list[Tokens] = []
+        self.rows = NO_ROWS  # addresses and sizes of text and segment
 
-    def put(self, segment: Segment) -> "Pieces[None]":
+    def put(self, segment: Tokens) -> "Pieces[None]":
         """Add a segment, and merge it with the one before it while that is less than twice as long."""
         segments = self._segments
         self._replace(len(segments), segment)
-        while len(segments) > 1 and len(segments[-2].order) < 2 * len(segments[-1].order):
+        while len(segments) > 1 and len(segments[-2]) < 2 * len(segments[-1]):
             both = yield from merged(self._text, *segments[-2:])
             self._replace(len(segments) - 2, both)
 
-    def _replace(self, start: int, segment: Segment) -> None:
+    def _replace(self, start: int, segment: Tokens) -> None:
         """Let a segment take the place of those from start on."""
-        addresses = [array.ctypes.data for array in (self._text, *segment)]
-        row = np.array([[*addresses, len(self._text), len(segment.order)]], np.int64)
+        row = np.array([[self._text.ctypes.data, segment.ctypes.data, len(self._text), len(segment)]], np.int64)
         self._segments[start:], self.rows = [segment], np.concatenate([self.rows[:start], row])
 
 
@@ -263,12 +258,12 @@ class SuffixIndex:
 Pieces = Generator[int, None, T]  # work that is done in pieces: yields the number of positions that a piece has handled
 
 
-def sorted_by_context(text: Tokens, start: int, end: int) -> Pieces[Segment]:
+def sorted_by_context(text: Tokens, start: int, end: int) -> Pieces[Tokens]:
     """Return a segment of the positions from start to end, excluded."""
     if end - start <= BLOCK:
-        segment = Segment(np.arange(start, end, dtype=np.int32), np.empty(end - start, np.int32))
-        frequencies.sort(text, *segment)
-        yield len(segment.order) * len(segment.order).bit_length()
+        segment = np.arange(start, end, dtype=np.int32)
+        frequencies.sort(text, segment)
+        yield len(segment) * len(segment).bit_length()
         return segment
     middle = (start + end) // 2
     first = yield from sorted_by_context(text, start, middle)
@@ -276,11 +271,10 @@ def sorted_by_context(text: Tokens, start: int, end: int) -> Pieces[Segment]:
     return (yield from merged(text, first, second))
 
 
-def merged(text: Tokens, first: Segment, second: Segment) -> Pieces[Segment]:
+def merged(text: Tokens, first: Tokens, second: Tokens) -> Pieces[Tokens]:
     """Return one segment with the positions of two."""
-    both = Segment(*(np.empty(len(first.order) + len(second.order), np.int32) for _ in range(2)))
-    reached = np.zeros(2, np.int64)
-    while (before := int(reached.sum())) < len(both.order):
-        frequencies.merge(text, first.order, second.order, both, reached, PIECE)
+    both, reached = np.empty(len(first) + len(second), np.int32), np.zeros(2, np.int64)
+    while (before := int(reached.sum())) < len(both):
+        frequencies.merge(text, first, second, both, reached, PIECE)
         yield int(reached.sum()) - before
     return both

@@ -26,7 +26,7 @@ REFUSED = [
     ('drafter={model={type="draft_model", draft_vocab_size=64}}', "drafter.model.draft_vocab_size: "),
     (
         "rollout.history.max_bytes=100000000000",
-        "rollout.history.max_bytes: must be less than or equal to 60129542116, got 100000000000",
+        "rollout.history.max_bytes: must be less than or equal to 34359738352, got 100000000000",
     ),
     ("rollout.temperature=0", "rollout.temperature: 0 makes all samples of a prompt equal"),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: 1 leaves policy.advantage=group_mean_std nothing"),
