@@ -1,5 +1,7 @@
 """Configuration of a drafter model. Imports no torch, so that --help stays fast."""
 
+import tomllib
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -76,10 +78,9 @@ class DraftModelConfig(Section):
     """Draft positions that the training loss covers. Serve no more draft tokens than this."""
 
 
-KEPT = [f"Qwen3_5{kind}For{head}" for kind in ("", "Moe") for head in ("CausalLM", "ConditionalGeneration")]
+MTP_FORMATS = tomllib.loads((Path(__file__).parent / "mtp" / "formats.toml").read_text(encoding="utf-8"))
 NATIVE_HEAD_ARCHITECTURES = {
-    "MiMoForCausalLM": "Qwen2ForCausalLM",
-    **{name: name for name in ("Qwen3NextForCausalLM", "Glm4MoeForCausalLM", *KEPT)},
+    policy: table.get("without", policy) for table in MTP_FORMATS.values() for policy in table["policies"]
 }
 """Policies whose checkpoint may hold an MTP head: the architecture in its config.json, and that without the head."""
 

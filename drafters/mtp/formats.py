@@ -3,13 +3,11 @@
 formats.toml has them. In all of them the head's sizes are the target's, because vLLM builds it from the target's configuration.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
-from drafters.config import NATIVE_HEAD_ARCHITECTURES
+from drafters.config import MTP_FORMATS, NATIVE_HEAD_ARCHITECTURES
 from drafters.target import TargetSpec
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -49,18 +47,17 @@ class HeadFormat:
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
     """Return a table of formats.toml with the fields of the format that it is like."""
-    return (_whole(TABLES[table["like"]]) if "like" in table else {}) | table
+    return (_whole(MTP_FORMATS[table["like"]]) if "like" in table else {}) | table
 
 
-TABLES = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
 FORMATS = {
     name: HeadFormat(**{f.name: whole[f.name] for f in fields(HeadFormat) if f.name in whole})
-    for name, whole in ((name, _whole(table)) for name, table in TABLES.items())
+    for name, whole in ((name, _whole(table)) for name, table in MTP_FORMATS.items())
 }
-NATIVE_ARCHITECTURES = {policy: FORMATS[name] for name, table in TABLES.items() for policy in table["policies"]}
+NATIVE_ARCHITECTURES = {policy: FORMATS[name] for name, table in MTP_FORMATS.items() for policy in table["policies"]}
 """Format of the MTP head in a policy's checkpoint, by the architecture in its config.json."""
 
-TARGETS = {target: FORMATS[name] for name, table in TABLES.items() for target in table["targets"]}
+TARGETS = {target: FORMATS[name] for name, table in MTP_FORMATS.items() for target in table["targets"]}
 """Format of the head that vLLM serves beside a target, by the target's model_type."""
 
 

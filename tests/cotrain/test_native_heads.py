@@ -18,8 +18,7 @@ from cotrain.models.loading import RANDOM_MODELS, native_head, resolve_model
 from cotrain.models.tiny import build_random_model
 from drafters.base import Experts, TargetSpec
 from drafters.build import build_drafter, has_native_head, load_drafter, split, stitch
-from drafters.config import NATIVE_HEAD_ARCHITECTURES, Eagle3Config, MtpConfig
-from drafters.mtp.formats import NATIVE_ARCHITECTURES
+from drafters.config import Eagle3Config, MtpConfig
 from pipelines.preflight import check_run
 from tests.native_models import glm4_moe_model, mimo_model, qwen3_5_model, qwen3_next_model, write_native
 
@@ -64,10 +63,6 @@ def parts(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
     policy, head = tmp_path / "policy", tmp_path / "head"
     split(whole, policy, head)
     return policy, head
-
-
-def test_both_lists_of_architectures_are_one() -> None:
-    assert NATIVE_ARCHITECTURES.keys() == NATIVE_HEAD_ARCHITECTURES.keys()
 
 
 def test_split_and_stitched_is_what_it_was(whole: Path, tmp_path: Path) -> None:
