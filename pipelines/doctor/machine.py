@@ -1,13 +1,11 @@
 """Checks of this machine, which raise ValueError. Neither torch nor vLLM, which may be broken, is needed to import this."""
 
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
 from importlib import metadata
-from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -34,15 +32,20 @@ class NotApplicable(Exception):
 
 
 def torch() -> str:
-    """Torch can be imported, is the version that vLLM is compiled against, and is built for what the machine has."""
-    facts = _torch_facts()
+    """Torch has the version that vLLM is compiled against, is built for what the machine has, and can use all allowed GPUs."""
+    facts, gpus = json.loads(output_of("-c", TORCH_FACTS)), provenance.machine()["gpus"]
     pinned = next(r for r in map(Requirement, metadata.requires("cotrain") or ()) if r.name == "torch" and r.specifier)
     if facts["version"] not in pinned.specifier:
         raise ValueError(f"torch {facts['version']} is installed, vLLM {KNOWN_VERSION} needs {pinned.specifier}")
-    if provenance.machine()["gpus"] and not facts["cuda"]:
-        raise ValueError(f"torch {facts['version']} is built for a CPU, and there is a GPU")
+    if gpus:
+        if not facts["cuda"]:
+            raise ValueError(f"torch {facts['version']} is built for a CPU, and there is a GPU")
+        usable, allowed = facts["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
+        wanted = len(gpus) if allowed is None else len([name for name in allowed.split(",") if name])
+        if not usable or usable != wanted:
+            raise ValueError(f"torch can use {usable} of {wanted} GPUs: {'; '.join(gpus)}")
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU"
-    return f"{facts['version']}, built for {build}"
+    return "; ".join([f"{facts['version']}, built for {build}", *gpus])
 
 
 def vllm() -> str:
@@ -69,30 +72,16 @@ def openmp() -> str:
     return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
 
 
-def gpus() -> str:
-    """Torch can use every GPU that the driver shows and the environment allows."""
-    if not (shown := provenance.machine()["gpus"]):
-        raise NotApplicable("nvidia-smi shows no GPU")
-    usable, allowed = _torch_facts()["gpus"], os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = len(shown) if allowed is None else len([name for name in allowed.split(",") if name])
-    if not usable or usable != wanted:
-        raise ValueError(f"torch can use {usable} of {wanted} GPUs: {'; '.join(shown)}")
-    return "; ".join(shown)
-
-
 SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
+DRIVER = (
+    "For a GPU that torch cannot use, install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."
+)
 MACHINE = {
-    "torch": (torch, SETUP),
+    "torch": (torch, f"{SETUP} {DRIVER}"),
     "vllm": (vllm, SETUP),
     "openmp": (openmp, "Run `make setup` again, which installs intel-openmp beside vLLM's CPU build."),
-    "gpus": (gpus, "Install a driver for torch's version of CUDA, and look at CUDA_VISIBLE_DEVICES."),
 }
 """Checks of this machine in their order, each with what to do when it fails."""
-
-
-@functools.cache
-def _torch_facts() -> dict[str, Any]:
-    return json.loads(output_of("-c", TORCH_FACTS))
 
 
 def output_of(*arguments: str) -> str:

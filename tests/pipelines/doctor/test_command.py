@@ -37,7 +37,8 @@ def test_whatever_a_check_raises_is_its_outcome() -> None:
 def test_a_failure_has_status_1_a_remedy_and_the_place_of_the_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine, "_torch_facts", lambda: {"version": "2.12.1", "cuda": None, "gpus": 0})
+    facts = json.dumps({"version": "2.12.1", "cuda": None, "gpus": 0})
+    monkeypatch.setattr(machine, "output_of", lambda *_: facts)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["--only", "vllm", "torch", "--json", str(tmp_path / "out.json")]) == 1
     printed = " ".join(capfd.readouterr().out.split())
@@ -111,7 +112,7 @@ def test_the_verdict_of_verify_is_what_was_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_remedy_is_below_what_was_found() -> None:
-    found, remedy = str(Check("tap", "fail", "[2] is another layer", "Look at it.", 1.0)).splitlines()
+    found, remedy = str(Check("tap", "fail", "[2] is another layer", "Look at it.")).splitlines()
     assert found.split() == ["tap", "fail", "[2]", "is", "another", "layer"] and remedy.split() == ["Look", "at", "it."]
 
 

@@ -1,5 +1,6 @@
 """Checks of the machine: each passes here, and fails when what it checks is broken."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     def plant(shown: int, usable: int = 0, cuda: str | None = "12.9") -> None:
         facts = {"version": "2.13.0", "cuda": cuda, "gpus": usable}
         monkeypatch.setattr(provenance, "machine", lambda: {"gpus": [GPU] * shown})
-        monkeypatch.setattr(machine, "_torch_facts", lambda: facts)
+        monkeypatch.setattr(machine, "output_of", lambda *_: json.dumps(facts))
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return plant
@@ -35,7 +36,8 @@ def test_torch_is_the_pinned_one(with_gpus: Any, monkeypatch: pytest.MonkeyPatch
     with_gpus(1, cuda=None)
     with pytest.raises(ValueError, match="built for a CPU, and there is a GPU"):
         machine.torch()
-    monkeypatch.setattr(machine, "_torch_facts", lambda: {"version": "2.12.1", "cuda": None, "gpus": 0})
+    facts = json.dumps({"version": "2.12.1", "cuda": None, "gpus": 0})
+    monkeypatch.setattr(machine, "output_of", lambda *_: facts)
     with pytest.raises(ValueError, match=r"torch 2\.12\.1 is installed, vLLM 0\.32 needs ==2\.13\.0"):
         machine.torch()
 
@@ -43,7 +45,6 @@ def test_torch_is_the_pinned_one(with_gpus: Any, monkeypatch: pytest.MonkeyPatch
 def test_a_torch_that_cannot_be_imported_fails_with_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os\nraise ImportError('libcudart.so.13: cannot open shared object')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    machine._torch_facts.cache_clear()
     with pytest.raises(ValueError, match=r"^ImportError: libcudart\.so\.13"):
         machine.torch()
 
@@ -97,16 +98,15 @@ def test_openmp_is_no_matter_of_a_gpu(with_gpus: Any) -> None:
 
 def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(0)
-    with pytest.raises(NotApplicable):
-        machine.gpus()
+    assert machine.torch() == "2.13.0, built for CUDA 12.9"
     with_gpus(2, usable=2)
-    assert machine.gpus() == f"{GPU}; {GPU}"
+    assert machine.torch() == f"2.13.0, built for CUDA 12.9; {GPU}; {GPU}"
     for usable in (0, 1):
         with_gpus(2, usable)
         with pytest.raises(ValueError, match=f"torch can use {usable} of 2 GPUs"):
-            machine.gpus()
+            machine.torch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert machine.gpus()
+    assert machine.torch()
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
