@@ -20,9 +20,7 @@ def follow_parent(parent: int | None = None) -> None:
     Without it, `kill -9` of the run leaves vLLM's engine core and workers behind, holding memory.
     parent: process id of the parent, which a process of multiprocessing knows by itself.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # which refuses only numbers that are no signal
     if parent is None and (known := multiprocessing.parent_process()) is not None:
         parent = known.pid
     if parent is not None and os.getppid() != parent:  # it died before prctl
