@@ -25,11 +25,10 @@ from cotrain.trainer.spec import MAX_ROLLOUTS, TrainerSpec
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
 from cotrain.weights.digests import DigestedFile
-from cotrain.weights.payload import save_tensors, write_payload
+from cotrain.weights.payload import write_payload
 from drafters.acceptance import StartAcceptance, rollout_acceptances
 from drafters.base import Drafter, SamplingParams, ServingSpec, TargetSpec, TargetWeights
 from drafters.build import build_drafter, load_drafter
-from drafters.files import CONFIG, WEIGHTS, write_json
 from drafters.losses import acceptances, drafter_loss
 from drafters.scores import RolloutAcceptance
 
@@ -265,13 +264,11 @@ class DrafterTrainer:
         Whoever loads it sets the target weights of the policy's own version, which are in the policy's checkpoint too.
         with_features: False leaves out buffer and target weights, so that no text of a rollout is written to disk.
         """
-        folder, needed = Path(folder), self._buffer.policy_versions
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = sorted(self.drafter.state_dict().items(), key=lambda item: -item[1].itemsize)
-        save_tensors({name: (tuple(t.shape), t.dtype) for name, t in weights}, weights, folder / WEIGHTS)
-        write_json(folder / CONFIG, self.drafter.to_config(self.drafter.shape) | {"torch_dtype": "float32"})
         state: dict[str, Any] = {
             "progress": self._progress,
+            "drafter": self.drafter.state_dict(),
             "rng": self._rng.get_state(),
             "optimizer": self._optimizer.state_dict(),
             "scheduler": self._scheduler.state_dict(),
@@ -279,6 +276,7 @@ class DrafterTrainer:
             "held": None if self._held is None else (self._held[0], self._held[1].state_dict()),
         }
         if with_features:
+            needed = self._buffer.policy_versions
             state |= {"buffer": self._buffer}
             state |= {"target_weights": {v: w for v, w in self.target_weights.items() if v in needed}}
         with DigestedFile(folder / STATE) as file:
@@ -286,10 +284,9 @@ class DrafterTrainer:
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by `save`. Raises ValueError when its drafter does not fit this one."""
-        _, tensors = self.drafter.read(folder, self._target, None)
-        self.drafter.load_tensors(tensors, folder)
         with torch.serialization.safe_globals(STATE_CLASSES):
             state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
+        self.drafter.load_tensors(state["drafter"], folder)
         self._progress, self._buffer = state["progress"], state.get("buffer", self._buffer)
         self.target_weights = {
             version: replace(w, embedding=w.embedding.to(self._device), head=w.head.to(self._device))

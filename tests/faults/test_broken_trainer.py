@@ -53,7 +53,7 @@ def test_7_and_9_half_a_checkpoint_half_a_drafter_and_a_trainer_that_hangs(
     run = root / undisturbed.name
     shutil.rmtree(newest(run / "checkpoints", "step_*"))
     damaged = newest(run / "checkpoints", "step_*")
-    truncate(damaged / "drafter" / "model.safetensors")
+    truncate(damaged / "drafter" / "trainer.pt")
     before, since = int(damaged.name.removeprefix("step_")) - 1, attempt(run)
     served = run / "drafters" / f"v{load_state(run / 'checkpoints' / f'step_{before:06d}').versions.drafter:04d}"
     truncate(served / "model.safetensors")
@@ -64,7 +64,7 @@ def test_7_and_9_half_a_checkpoint_half_a_drafter_and_a_trainer_that_hangs(
     os.kill(process_titled("ray::DrafterActor", process), signal.SIGSTOP)
     stopped = time.monotonic()
     output = message_of(process)
-    assert f"{damaged.name} is not used: drafter/model.safetensors has" in output
+    assert f"{damaged.name} is not used: drafter/trainer.pt has" in output
     fault("7d", "drafter half written in the newest checkpoint", "passed over for the one before", steps=0)
 
     assert f"drafter: no answer for {HANG_AFTER_S} s" in output

@@ -154,8 +154,10 @@ def test_nothing_is_lost_in_the_end(server: TrackingServer, undisturbed: Path, r
     assert process.returncode == 0, output
     lost = tokens_lost(rows_of(run), rows_of(undisturbed))
     assert lost == 0
-    for part in ("policy/model.safetensors", "drafter/model.safetensors"):
-        one, two = (load_file(folder / f"checkpoints/step_{STEPS:06d}" / part) for folder in (run, undisturbed))
+    saved = [folder / f"checkpoints/step_{STEPS:06d}" for folder in (run, undisturbed)]
+    policies = [load_file(folder / "policy/model.safetensors") for folder in saved]
+    drafters = [torch.load(folder / "drafter/trainer.pt", weights_only=False)["drafter"] for folder in saved]
+    for one, two in (policies, drafters):
         assert all(torch.equal(one[key], two[key]) for key in one)
     assert [row["step"] for row in rows_of(run)] == list(range(1, STEPS + 1))
     client = connect(server.uri)
