@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cotrain.actors.learner import Learner, LearnerActor
 from cotrain.config.schema import RunConfig
-from cotrain.process.cluster import Cluster
+from cotrain.process.cluster import Cluster, engine_device
 from cotrain.process.threads import openmp_environment
 from cotrain.publish.evidence import FreshScores
 from cotrain.records import WeightPayload
@@ -38,5 +38,5 @@ def start_drafter(cluster: Cluster, nodes: Nodes, config: RunConfig, init_folder
     """Begin to start a DrafterTrainer."""
     node = cluster.node_of["drafter"]
     actor = cluster.start(DrafterActor, "drafter", nodes.call(node, openmp_environment))
-    create = partial(DrafterTrainer, trainer_spec(config), nodes.model_path, init_folder, cluster.device)
+    create = partial(DrafterTrainer, trainer_spec(config), nodes.model_path, init_folder, engine_device())
     return Drafter(cluster, [actor], node, create)

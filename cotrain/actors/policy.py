@@ -14,7 +14,7 @@ from cotrain.engine.worker import EngineWorker
 from cotrain.lossless.emitted import Draws
 from cotrain.policy.learner import PolicyLearner
 from cotrain.process.calls import P, Reply, T, begin
-from cotrain.process.cluster import Cluster, free_port
+from cotrain.process.cluster import Cluster, engine_device, free_port
 from cotrain.process.placement import roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
@@ -111,9 +111,9 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:
             own = {"RANK": rank, "LOCAL_RANK": node_of[:rank].count(node)}
             own |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": node_of.count(node)}
             environment |= {name: str(value) for name, value in (shared | own).items()}
-            if config.policy.sharding and cluster.device == "cpu":
+            if config.policy.sharding and engine_device() == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
-    model_path, device = str(nodes.model_path), cluster.device
+    model_path, device = str(nodes.model_path), engine_device()
     create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, device)
     return Policy(cluster, actors, first, create)

@@ -151,11 +151,6 @@ class Cluster:
             self._stack = stack.pop_all()
 
     @property
-    def device(self) -> str:
-        """The device of all roles: "cuda", or "cpu" if there is no GPU."""
-        return "cuda" if self.gpus else "cpu"
-
-    @property
     def local_node(self) -> str:
         """Id of the node that the controller runs on."""
         return self._ray.get_runtime_context().get_node_id()

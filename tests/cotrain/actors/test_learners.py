@@ -13,8 +13,6 @@ from cotrain.process.cluster import free_port
 class Cluster:
     """Starts actors that answer with their role and the call."""
 
-    device = "cpu"
-
     def __init__(self, nodes: tuple[str, ...]) -> None:
         self.environments: dict[str, dict[str, str]] = {}
         self.node_of = {"policy": nodes[0]} | {f"policy_{rank}": node for rank, node in enumerate(nodes)}
