@@ -18,11 +18,9 @@ from cotrain.run.run_dir import RunDir
 from cotrain.trainer.spec import TrainerSpec
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.spool import Settings, Spool, read_json, remove_leftovers, write_json
-from drafters.base import TargetSpec
 from drafters.files import read_config
 
 FIXED = "fixed.json"  # file beside the first drafter, with what an engine that was started with it cannot change
-WAITING_HEADS = 2  # policy versions whose embedding and head have room in the spool besides features.max_bytes
 HEADS_KEPT = 4  # policy versions back of which the trainer keeps heads even without features; see also KEPT_VERSIONS
 
 
@@ -49,7 +47,17 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     state = newest_state(run_dir, config, model_fingerprints(model))
     begin_attempt(run_dir, config, state.step)
     init = first_drafter(tracking_uri(config), config.drafter.init, model, run_dir.path / "drafter_init")
-    trainer = DrafterTrainer(_trainer_spec(config, model), model, init, config.device)
+    spec = TrainerSpec(
+        drafter=config.drafter,
+        serving_dtype="float32",  # which engines convert to their own, until one has reported that
+        num_speculative_tokens=config.num_speculative_tokens,
+        num_positions=None,
+        total_updates=1,  # the schedule is constant
+        seed=config.seed,
+        max_buffer_bytes=(config.drafter.buffer.max_age + 1) * config.features.max_bytes,
+        max_policy_lag=HEADS_KEPT,
+    )
+    trainer = DrafterTrainer(spec, model, init, config.device)
     if state.step:
         trainer.load(run_dir.checkpoint(state.step) / "trainer")
     serving, inherits = trainer.serving(), spool.initial.exists()
@@ -64,26 +72,9 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
     elif read_json(spool.initial / FIXED, str) != fixed:
         what = "another policy, shape of drafter, draft length or adaptive"
         raise ValueError(f"spool: engines live in {spool.folder} that were started with {what}; end them first")
-    target = TargetSpec.from_pretrained(model)
-    head = target.vocab_size * target.hidden_size * trainer.serving_dtype.itemsize
-    room = config.features.max_bytes + WAITING_HEADS * head * (1 if target.tie_word_embeddings else 2)
-    layers = serving.aux_layers
+    layers, room = serving.aux_layers, config.features.max_bytes
     spool.create(Settings(config.model, str(model), speculation, layers, config.share, room, config.adaptive))
     return Prepared(config, run_dir, state, trainer, spool, inherits)
-
-
-def _trainer_spec(config: SidecarConfig, model: Path) -> TrainerSpec:
-    dtype = read_config(model).get("dtype") or read_config(model).get("torch_dtype")
-    return TrainerSpec(
-        drafter=config.drafter,
-        serving_dtype=dtype if dtype in ("float32", "float16") else "bfloat16",  # until an engine reports its own
-        num_speculative_tokens=config.num_speculative_tokens,
-        num_positions=None,
-        total_updates=1,  # the schedule is constant
-        seed=config.seed,
-        max_buffer_bytes=(config.drafter.buffer.max_age + 1) * config.features.max_bytes,
-        max_policy_lag=HEADS_KEPT,
-    )
 
 
 def _checked_model(config: SidecarConfig, resume: bool, spool: Spool) -> Path:

@@ -46,7 +46,7 @@ class Settings:
     speculative_config: dict[str, Any]  # vLLM's own argument
     aux_layers: tuple[int, ...]
     share: float  # share of the requests that are tapped, 0 to 1
-    max_bytes: int  # most bytes of shards and heads that the trainer has not read; further shards are dropped
+    max_bytes: int  # most bytes of shards that the trainer has not read; further ones are dropped
     adaptive: bool  # choose the draft length by measured speed, instead of always drafting as many tokens as possible
 
 
@@ -295,7 +295,7 @@ class EngineFolder:
     ) -> str | None:
         """Write a shard of num_bytes with `write`, then its description. Return why it was dropped, or None.
 
-        Unread shards and heads of all engines share max_bytes. A shard is also dropped when the disk is full or the spool is gone.
+        Unread shards of all engines share max_bytes. A shard is also dropped when the disk is full or the spool is gone.
         """
         path = self.features / f"{next(self._numbers):09d}.safetensors"
         try:
@@ -311,9 +311,9 @@ class EngineFolder:
         return None
 
     def num_bytes(self) -> int:
-        """Bytes of the shards and heads of all engines of the spool."""
+        """Bytes of the unread shards of all engines of the spool."""
         total = 0
-        for path in self.folder.parent.glob("*/[fp]*/*.safetensors"):
+        for path in self.folder.parent.glob("*/features/*.safetensors"):
             with suppress(OSError):  # the trainer may have read it in the meantime
                 total += path.stat().st_size
         return total
