@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         "sidecar": (partial(engine.sidecar, folder), engine.REMEDIES["sidecar"]),
     }
     wanted = {*options.only, *(["run"] if "verify" in options.only else [])}  # the drafter is that of the run
-    checks = []
+    checks = list[Check]()
     try:
         with stop_at_once(), engine_output_to(folder / "engine.log") as stream:
             console = Console(stream)
