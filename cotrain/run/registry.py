@@ -1,6 +1,5 @@
 """Drafter checkpoints in the MLflow model registry, where Tracker registers them: list them, pull one, start a run with one."""
 
-import hashlib
 import os
 import tempfile
 from datetime import datetime
@@ -13,17 +12,12 @@ from mlflow.entities.model_registry import ModelVersion
 
 from cotrain.models.loading import native_head
 from cotrain.run.mlflow_store import absolute_uri, connect, in_short, sqlite_file
+from cotrain.weights.digests import file_digest
 
 FILES = ("config.json", "model.safetensors")
-DIGEST_TAG, EXPECTED_TAG = "blake2b.", "expected_acceptance_length"
+DIGEST_TAG, EXPECTED_TAG = "xxh3.", "expected_acceptance_length"
 SHOWN_TAGS = ("policy_version", "drafter_version", EXPECTED_TAG, "run_name")
 NATIVE = "native"  # what a user calls the MTP head that came with a policy
-
-
-def blake2b_digest(path: Path) -> str:
-    """Return the digest of a file as it is in the tags of a registered drafter."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def list_drafters(uri: str) -> list[ModelVersion]:
@@ -76,7 +70,7 @@ def pull_drafter(uri: str, spec: str, folder: Path) -> ModelVersion:
         except MlflowException as error:
             raise ValueError(f"cannot download {source_uri}: {in_short(error)}") from error
         for file in FILES:
-            if not (source / file).is_file() or blake2b_digest(source / file) != row.tags.get(DIGEST_TAG + file):
+            if not (source / file).is_file() or file_digest(source / file) != row.tags.get(DIGEST_TAG + file):
                 raise ValueError(f"{file} of {source_uri} is missing or differs from its record; pull another version")
         os.replace(source, folder)
     return row

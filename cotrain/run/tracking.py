@@ -20,8 +20,9 @@ from cotrain.config.sidecar import SidecarConfig
 from cotrain.records import Versions
 from cotrain.run.mlflow_store import connect, experiment_id, in_short, tracking_uri
 from cotrain.run.provenance import config_hash, flatten
-from cotrain.run.registry import DIGEST_TAG, EXPECTED_TAG, FILES, blake2b_digest
+from cotrain.run.registry import DIGEST_TAG, EXPECTED_TAG, FILES
 from cotrain.run.run_dir import resume_arguments
+from cotrain.weights.digests import file_digest
 
 FOLDER_TAG = "cotrain.run_folder"  # tag of a run with a digest of its folder's path
 EXPECTED = "drafter/expected_acceptance_length"
@@ -222,7 +223,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         number = int(tags["drafter_version"])
         earlier = [row for older, row in sorted(self._registered.items()) if older < number]
         tags = tags | {"parent_version": str(earlier[-1].version) if earlier else "none"}
-        tags |= {DIGEST_TAG + file: blake2b_digest(folder / file) for file in FILES}
+        tags |= {DIGEST_TAG + file: file_digest(folder / file) for file in FILES}
         if EXPECTED in metrics:
             tags[EXPECTED_TAG] = f"{metrics[EXPECTED]:.4f}"
         version = self._registered.get(number)
