@@ -4,6 +4,7 @@ import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -31,3 +32,10 @@ def place_empty_store(run_root: Path) -> Path:
         run_root.mkdir(parents=True, exist_ok=True)
         shutil.copy(empty_store(), database)
     return database
+
+
+def registered_version(tracker: Any, drafter: int) -> int | None:
+    """The version in MLflow of a tracker's drafter, once all that was logged before has been sent; None if there is none."""
+    tracker._outbox._thread.submit(int).result(60)
+    row = tracker._registered.get(drafter)
+    return None if row is None else int(row.version)

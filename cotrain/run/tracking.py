@@ -5,11 +5,11 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlflow.entities import LoggedModelOutput, Metric, Param
 from mlflow.entities.model_registry import ModelVersion
@@ -33,12 +33,7 @@ MOST_WAITING = 1000  # most entries that wait for a store that is down; the olde
 
 Rows = Sequence[Mapping[str, Any]]
 Say = Callable[[str], None]
-
-
-class Entry(NamedTuple):
-    what: str
-    send: Callable[[], Any]
-    sent: Future
+Entry = tuple[str, Callable[[], None]]  # what messages call it, and what sends it
 
 
 class Outbox:
@@ -56,43 +51,41 @@ class Outbox:
         self._waiting, self._refused = deque[Entry](), dict[str, None]()
         self._thread, self._scheduled = ThreadPoolExecutor(1, "mlflow"), False
 
-    def add(self, what: str, send: Callable[[], Any]) -> Future:
-        """Queue an entry, which messages call `what`. The future gets the result of `send`; it is never done if that fails."""
-        self._waiting.append(entry := Entry(what, send, Future()))
+    def add(self, what: str, send: Callable[[], None]) -> None:
+        """Queue an entry, which messages call `what`."""
+        self._waiting.append((what, send))
         if not self._scheduled:
             self._scheduled = True
             self._thread.submit(self._send_waiting)
-        return entry.sent
 
-    def close(self, what: str, send: Callable[[], Any], timeout_s: float) -> list[str]:
+    def close(self, what: str, send: Callable[[], None], timeout_s: float) -> list[str]:
         """Send what waits and a last entry. Returns the names of entries that MLflow does not have."""
-        self._waiting.append(Entry(what, send, Future()))
+        self._waiting.append((what, send))
         wait([self._thread.submit(self._send_waiting)], timeout_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        return [*self._refused, *(entry.what for entry in self._waiting)]
+        return [*self._refused, *(what for what, _ in self._waiting)]
 
     def _send_waiting(self) -> None:
         self._scheduled = False
         while self._waiting:
-            entry = self._waiting.popleft()
+            what, send = entry = self._waiting.popleft()
             try:
-                entry.sent.set_result(entry.send())
+                send()
             except Exception as error:  # whatever a store or its network raises, the run continues without it
-                if self._is_store_down(entry.what, error):
+                if self._is_store_down(what, error):
                     self._waiting.appendleft(entry)
                     while len(self._waiting) > MOST_WAITING:
                         self._waiting.popleft()
                     return
-                self._send_again(entry)
+                self._send_again(what, send)
             if self.is_down:
                 self.is_down = False
                 self.say("MLflow takes metrics again, and gets those that it has missed")
 
-    def _send_again(self, entry: Entry) -> None:
+    def _send_again(self, what: str, send: Callable[[], None]) -> None:
         """Send an entry that failed; if it fails again, say that MLflow does not take it, once if names differ in numbers only."""
-        what = entry.what
         try:
-            entry.sent.set_result(entry.send())
+            send()
         except Exception as error:
             if re.sub(r"\d+", "", what) not in (re.sub(r"\d+", "", refused) for refused in self._refused):
                 self.say(f"MLflow does not take {what} ({in_short(error)}); the run goes on without it")
@@ -158,20 +151,20 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def log_drafter(
         self, folder: Path, versions: Versions, step: int, metrics: Mapping[str, float], tags: Mapping[str, str]
-    ) -> Future[int | None]:
+    ) -> None:
         """Queue a published drafter: LoggedModel, metrics linked at `step`, registered version, aliases `serving` and `best`.
 
-        `tags` must hold data_fingerprint. The folder must stay until the future is done; its result is the registered version,
-        or None with tracking.log_drafters off. If MLflow never takes it, the future is never done.
+        `tags` must hold data_fingerprint. The folder must stay. Nothing is registered with tracking.log_drafters off.
         """
-        what, config = f"drafter {versions.drafter}", self._config
+        config = self._config
         if not config.tracking.log_drafters:
-            return self._outbox.add(what, lambda: None)
+            return
         lineage = {"policy_version": str(versions.policy), "drafter_version": str(versions.drafter)}
         lineage |= {"config_hash": config_hash(config), "run_name": config.name, "sampling": config.sampling}
         lineage |= {"init": (config.drafter.init if config.drafter else None) or "random"}
         lineage |= {"policy": config.model, "policy_fingerprint": self._policy} | dict(tags)
-        return self._outbox.add(what, partial(self._send_drafter, folder, lineage, dict(metrics), step))
+        send = partial(self._send_drafter, folder, lineage, dict(metrics), step)
+        self._outbox.add(f"drafter {versions.drafter}", send)
 
     def finish(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """Send what waits, set the status (FINISHED, KILLED or FAILED), and say what could not be sent."""
@@ -218,7 +211,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     # -- the sending thread ------------------------------------------------------------------------------------------
 
-    def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> int:
+    def _send_drafter(self, folder: Path, tags: dict[str, str], metrics: Mapping[str, float], step: int) -> None:
         """Register a drafter, unless a resumed run has registered it before, and move the alias `serving` to it."""
         number = int(tags["drafter_version"])
         earlier = [row for older, row in sorted(self._registered.items()) if older < number]
@@ -234,7 +227,6 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._client.log_batch(self.run_id, metrics=_points(metrics, step, model_id))
         for alias, row in (("serving", version), ("best", best_of([*earlier, version]))):
             self._client.set_registered_model_alias(self.registered_model, alias, str(row.version))
-        return int(version.version)
 
     def _register(self, folder: Path, tags: dict[str, str]) -> ModelVersion:
         client, registered, run_id, number = self._client, self.registered_model, self.run_id, tags["drafter_version"]

@@ -18,6 +18,7 @@ from cotrain.run.registry import list_drafters, pull_drafter
 from cotrain.run.tracking import Tracker
 from pipelines.ablate.plan import load_study
 from pipelines.preflight import find_problems
+from tests.empty_store import registered_version
 
 CREATE = "import sys; from cotrain.run.mlflow_store import connect; connect(f'sqlite:///{sys.argv[1]}')"
 TAGS = {"init": "random", "data_fingerprint": "abc"}
@@ -77,7 +78,8 @@ def test_a_run_root_with_a_space_and_a_hash_is_none_of_these(run_config, empty_m
     shutil.copy(empty_mlflow_database, root / "mlflow.db")
     with Tracker(run_config(run_root=root)) as tracker:
         tracker.log_step(1, {"a": 0.5})
-        assert tracker.log_drafter(write_drafter(tmp_path / "d"), Versions(1, 1), 1, {}, TAGS).result(60) == 1
+        tracker.log_drafter(write_drafter(tmp_path / "d"), Versions(1, 1), 1, {}, TAGS)
+        assert registered_version(tracker, 1) == 1
     with sqlite3.connect(root / "mlflow.db") as database:
         assert database.execute("SELECT value FROM metrics WHERE key = 'a'").fetchall() == [(0.5,)]
     assert len(list((root / "mlartifacts").rglob("model.safetensors"))) == 1
@@ -89,7 +91,8 @@ def test_drafters_are_found_among_1005_registered_models(run_config, mlflow_data
     drafter = write_drafter(tmp_path / "drafter")
     config = run_config(policy={"model": "/models/zephyr"})
     with Tracker(config) as tracker:
-        assert tracker.log_drafter(drafter, Versions(1, 1), 1, {}, TAGS).result(60) == 1
+        tracker.log_drafter(drafter, Versions(1, 1), 1, {}, TAGS)
+        assert registered_version(tracker, 1) == 1
     with sqlite3.connect(mlflow_database) as database:
         columns = [row[1] for row in database.execute("PRAGMA table_info(registered_models)")]
         (row,) = database.execute(f"SELECT {', '.join(columns)} FROM registered_models").fetchall()

@@ -10,6 +10,7 @@ from cotrain.process.cluster import free_port
 from cotrain.records import Versions
 from cotrain.run import tracking
 from cotrain.run.tracking import Tracker
+from tests.empty_store import registered_version
 
 TAGS = {"init": "random", "data_fingerprint": "abc"}
 
@@ -58,12 +59,12 @@ def test_an_outage_is_said_once_and_made_up_for(run_config, client, drafter, mon
         with down(tracker, monkeypatch):
             for step in (2, 3):
                 tracker.log_step(step, {"a": step})
-            registered = tracker.log_drafter(drafter, Versions(2, 1), 2, {}, TAGS)
+            tracker.log_drafter(drafter, Versions(2, 1), 2, {}, TAGS)
             wait_until(lambda: tracker.behind == "mlflow 2 behind")
             tracker.log_step(4, {"a": 4})
             wait_until(lambda: tracker.behind == "mlflow 3 behind")
         tracker.log_step(5, {"a": 5})
-        assert registered.result(timeout=60) == 1
+        assert registered_version(tracker, 1) == 1
         wait_until(lambda: tracker.behind == "")
     assert steps_of(client, tracker) == [(step, step) for step in range(1, 6)]
     assert len(said) == 2 and said[0].startswith("MLflow takes no metrics (NewConnectionError(")
@@ -123,7 +124,8 @@ def test_a_drafter_that_is_refused_holds_up_nothing_else(run_config, client, dra
         for number in (1, 2):
             tracker.log_drafter(tmp_path / "gone", Versions(number, number), 1, {}, TAGS)
             tracker.log_step(number, {"a": number})
-        assert tracker.log_drafter(drafter, Versions(3, 3), 3, {}, TAGS).result(60) == 1
+        tracker.log_drafter(drafter, Versions(3, 3), 3, {}, TAGS)
+        assert registered_version(tracker, 3) == 1
     run = client.get_run(tracker.run_id)
     assert steps_of(client, tracker) == [(1, 1), (2, 2)]
     assert run.info.status == "FINISHED"
@@ -139,10 +141,10 @@ def test_artifacts_that_cannot_be_written_hold_up_nothing_else(run_config, clien
     blocked = config.run_root / "mlartifacts"
     blocked.touch()
     with Tracker(config, say=said.append) as tracker:
-        registered = tracker.log_drafter(drafter, Versions(1, 1), 1, {}, TAGS)
+        tracker.log_drafter(drafter, Versions(1, 1), 1, {}, TAGS)
         for step in (1, 2, 3):
             tracker.log_step(step, {"a": step})
         wait_until(lambda: len(steps_of(client, tracker)) == 3)
     assert client.get_run(tracker.run_id).info.status == "FINISHED"
     assert said[0].startswith("MLflow does not take drafter 1 (") and f"; see to {blocked}" in said[0]
-    assert not registered.done() and "it lacks drafter 1. Nothing is lost" in said[1]
+    assert client.search_model_versions() == [] and "it lacks drafter 1. Nothing is lost" in said[1]

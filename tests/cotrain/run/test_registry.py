@@ -32,7 +32,7 @@ def store(empty_mlflow_database, tmp_path_factory):
             (folder / "config.json").write_text(f'{{"version": {version}}}')
             (folder / "model.safetensors").write_bytes(b"weights" * version)
             tags = {"init": "random", "data_fingerprint": "abc"}
-            tracker.log_drafter(folder, Versions(10 + version, version), version, {EXPECTED: length}, tags).result(10)
+            tracker.log_drafter(folder, Versions(10 + version, version), version, {EXPECTED: length}, tags)
     return root
 
 
@@ -129,7 +129,7 @@ def test_policies_of_one_name_have_registered_models_of_their_own(policies, tmp_
         fingerprint = model_fingerprints(policy)["model"]
         config = run_config(name=name, policy={"model": str(policy)})
         with Tracker(config, policy=fingerprint) as tracker:
-            tracker.log_drafter(tmp_path / "drafter", Versions(1, 1), 1, {}, {"init": "random"}).result(60)
+            tracker.log_drafter(tmp_path / "drafter", Versions(1, 1), 1, {}, {"init": "random"})
         return tracker.registered_model
 
     maths, chat = (f"hf-{model_fingerprints(policy)['model'][:8]}-drafter" for policy in policies)

@@ -18,6 +18,7 @@ from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import EXPECTED, Tracker, model_id_of, registered_name
 from pipelines.train.run import open_tracker
+from tests.empty_store import registered_version
 
 POLICY = "bundled:smollm2-135m-instruct"
 TAGS = {"init": "random", "data_fingerprint": "abc"}
@@ -133,9 +134,9 @@ def test_a_resume_at_another_store_sends_the_whole_history(run_config, client):
 
 def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, client, drafter_folder):
     with Tracker(run_config()) as tracker:
-        first = tracker.log_drafter(drafter_folder(b"1"), Versions(3, 1), 3, expected(1.5), TAGS)
-        second = tracker.log_drafter(drafter_folder(b"2"), Versions(5, 2), 5, expected(1.25), TAGS)
-        assert (first.result(60), second.result(60)) == (1, 2)
+        tracker.log_drafter(drafter_folder(b"1"), Versions(3, 1), 3, expected(1.5), TAGS)
+        tracker.log_drafter(drafter_folder(b"2"), Versions(5, 2), 5, expected(1.25), TAGS)
+        assert (registered_version(tracker, 1), registered_version(tracker, 2)) == (1, 2)
     name = "smollm2-135m-instruct-drafter"
     tags = client.get_model_version(name, "2").tags
     lineage = TAGS | {"policy_version": "5", "drafter_version": "2", "parent_version": "1", "run_name": "first"}
@@ -158,7 +159,8 @@ def test_the_parent_of_a_drafter_is_the_one_before_it_that_was_registered(run_co
     with Tracker(run_config()) as tracker:
         for number in (1, 3):
             folder, reason = drafter_folder(bytes([number])), {"decision": f"gain {number}"}
-            assert tracker.log_drafter(folder, Versions(number, number), number, {}, TAGS | reason).result(60)
+            tracker.log_drafter(folder, Versions(number, number), number, {}, TAGS | reason)
+            assert registered_version(tracker, number)
     last = client.get_model_version("smollm2-135m-instruct-drafter", "2")
     assert (last.tags["drafter_version"], last.tags["parent_version"]) == ("3", "1")
     assert last.tags["decision"] == "gain 3"
@@ -170,7 +172,8 @@ def test_best_is_the_best_of_one_run_since_its_last_roll_back(run_config, client
 
     def publish(tracker, number, metrics):
         folder = drafter_folder(bytes([number]))
-        return tracker.log_drafter(folder, Versions(number, number), number, metrics, TAGS).result(60)
+        tracker.log_drafter(folder, Versions(number, number), number, metrics, TAGS)
+        assert registered_version(tracker, number)
 
     with Tracker(run_config()) as tracker:
         best = []
@@ -194,16 +197,18 @@ def test_a_resumed_run_registers_an_equal_drafter_once_and_another_anew(run_conf
         tracker.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS)
         tracker.log_drafter(drafter_folder(b"2"), Versions(2, 2), 2, {}, TAGS)
     with Tracker(run_config(), history=[{"step": 2}]) as resumed:
-        assert resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS).result(60) == 1
+        resumed.log_drafter(drafter_folder(b"1"), Versions(1, 1), 1, {}, TAGS)
+        assert registered_version(resumed, 1) == 1
         assert int(client.get_model_version_by_alias(resumed.registered_model, "serving").version) == 1
         assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 1
-        assert resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS).result(60) == 3
+        resumed.log_drafter(drafter_folder(b"new"), Versions(2, 2), 2, {}, TAGS)
+        assert registered_version(resumed, 2) == 3
     assert int(client.get_model_version_by_alias(resumed.registered_model, "best").version) == 3
 
 
 def test_drafters_are_not_stored_when_switched_off(run_config, client, drafter_folder):
     with Tracker(run_config(tracking={"log_drafters": False})) as tracker:
-        assert tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS).result(60) is None
+        tracker.log_drafter(drafter_folder(), Versions(1, 1), 1, {}, TAGS)
     assert client.search_registered_models() == []
 
 
