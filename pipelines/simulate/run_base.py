@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cotrain.config.errors import ConfigError
 from cotrain.config.load import Table, read_config
 from cotrain.config.schema import RunConfig
 from cotrain.records import StepTotal
@@ -22,10 +21,6 @@ LEAST_STEPS, LEAST_DRAFTS, MOST_RESPONSES = 8, 200, 1000
 """Engine steps per cell, and verification steps per depth, that are more than noise; about as many responses are simulated."""
 
 BOUND = 0.10  # largest relative error allowed in predicting the generation of half of a run's steps from the others
-
-FIELDS = {"k": "drafter.k", "num_speculative_tokens": "drafter.k", "max_num_seqs": "system.max_num_seqs"}
-FIELDS |= {"num_engines": "system.engines", "lag": "system.lag", "max_policy_lag": "system.lag"}
-"""Name of a run's field without its section -> field of a SYSTEM.toml."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +125,11 @@ def table_of(run: Run) -> Table:
 
 
 def run_system(folder: Path, overrides: Sequence[str] = ()) -> System:
-    """Build a run's system with key=value overrides, under its own names or those of a SYSTEM.toml.
-
-    Raises ValueError if too little was recorded, and for settings that change what was measured.
-    """
-    changes = [(key, key.rpartition(".")[2], value) for key, _, value in (text.partition("=") for text in overrides)]
-    if refused := [key for key, name, _ in changes if name in ("temperature", "top_p", "top_k")]:
-        line = "how much is accepted and how long responses are both change with it; run again with it"
-        raise ConfigError([f"{key}: {line}" for key in refused])
+    """Build a run's system with key=value overrides of its fields. Raises ValueError if too little was recorded."""
     table = table_of(recorded(folder))
-    if any(key == "drafter.accept" for key, _, _ in changes):
+    if any(text.startswith("drafter.accept=") for text in overrides):
         table.get("drafter", {}).pop("by_depth", None)
-    return load_system(table, [f"{FIELDS.get(name, key)}={value}" for key, name, value in changes])
+    return load_system(table, overrides)
 
 
 def compared(folder: Path) -> tuple[float, float]:

@@ -64,9 +64,9 @@ def test_what_a_run_recorded_is_the_base_of_a_simulation(straight: str, root: Pa
         assert 0 < part.busiest[row["step"]] < row["time/generate_s"]
         assert part.drafts["steps"].sum() == row["rollout/num_drafts"] and set(part.engine_steps["k"]) == {3}
     with pytest.raises(ValueError, match=r"k = \[3\] tell nothing of k = 0"):
-        assert Scenario(run_system(root / "straight", ["max_num_seqs=4"])).speedup
+        assert Scenario(run_system(root / "straight", ["system.max_num_seqs=4"])).speedup
     cells = [[k, n, 5.0 + k] for k in (0, 3) for n in (1, 4)]
-    assert Scenario(run_system(root / "straight", ["max_num_seqs=4", f"cost.cells={cells}"])).speedup > 0.5
+    assert Scenario(run_system(root / "straight", ["system.max_num_seqs=4", f"cost.cells={cells}"])).speedup > 0.5
     predicted, measured = compared(root / "straight")
     assert predicted == pytest.approx(measured, rel=0.35), "steps of milliseconds, on a machine that others use"
 

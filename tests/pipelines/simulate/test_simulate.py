@@ -105,11 +105,13 @@ def test_the_answer_comes_in_seconds_without_torch() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 6.0
 
 
-def test_a_run_is_a_system_by_its_own_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_a_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_run(tmp_path / "run"))
-    assert "k<=2 by batch" in said(capsys, "--run", run) and "step times: measured" in said(capsys, "--run", run, "k=1")
+    assert "k<=2 by batch" in said(capsys, "--run", run) and "step times: measured" in said(
+        capsys, "--run", run, "drafter.k=1"
+    )
     assert "bound 10%" in said(capsys, "--run", run, "--check")
-    assert "--check: it predicts a run as it was" in said(capsys, "--run", run, "--check", "k=1", status=2)
+    assert "--check: it predicts a run as it was" in said(capsys, "--run", run, "--check", "drafter.k=1", status=2)
 
 
 def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
