@@ -22,7 +22,7 @@ from cotrain.run.mlflow_store import absolute_uri, default_uri, sqlite_file
 from pipelines.help import CommandParser
 
 COMMANDS = {
-    "train": ("pipelines.cli:train", "train a policy and its drafter"),
+    "train": ("pipelines.train.joint:main", "train a policy and its drafter"),
     "run": ("pipelines.sidecar.command:run", "train a drafter beside your own trainer or server (COMMAND after --)"),
     "sidecar": ("pipelines.sidecar.command:sidecar", "the same in two terminals, or check your engine beforehand"),
     "init": ("pipelines.cli:init", "train a drafter on the policy's own rollouts, before RL"),
@@ -114,16 +114,6 @@ def init(arguments: Sequence[str]) -> int:
     from pipelines.initialise.pipeline import initialise
 
     return initialise(*run)
-
-
-def train(arguments: Sequence[str]) -> int:
-    from pipelines.preflight import read_command_line
-
-    if (run := read_command_line("train", arguments)) is None:
-        return 0
-    from pipelines.train.joint import train as train_jointly
-
-    return train_jointly(*run)
 
 
 def report(arguments: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -22,10 +22,14 @@ from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
 from cotrain.tasks.base import Task, build_task, fingerprint
 from cotrain.tasks.prompts import PromptOrder
+from pipelines.preflight import read_command_line
 
 
-def train(config: RunConfig, resume: bool) -> int:
-    """Run to the end, or until asked to stop. Returns the exit status."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the command to its end, or until asked to stop. Returns the exit status."""
+    if (checked := read_command_line("train", arguments)) is None:
+        return 0
+    config, resume = checked
     console = Console(sys.stdout)
     with ExitStack() as stack:
         last_lines = stack.enter_context(stop_at_once())
