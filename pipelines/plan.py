@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.schema import RunConfig
-from cotrain.models.capability import architecture_of
 from cotrain.models.loading import config_folder
 from cotrain.process.cluster import place, weight_transfer
 from cotrain.process.placement import bundles_of, nodes_for, roles_of
-from drafters.config import NATIVE_HEAD_ARCHITECTURES
 from drafters.files import read_config
+from drafters.mtp.formats import without_head
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -56,14 +55,10 @@ def plan(config: RunConfig, nodes: int, gpus_per_node: int) -> str:
 def policy_on_meta(folder: Path) -> Any:
     """Return the policy of a folder with a config.json, on torch's meta device. Raises ValueError for one that is not known."""
     import torch
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    architecture = architecture_of(read_config(folder))
-    model_class = getattr(transformers, NATIVE_HEAD_ARCHITECTURES.get(architecture, architecture), None)
-    if model_class is None:
-        raise ValueError(f"policy.model: {folder} has architecture {architecture}, which transformers does not know")
     with torch.device("meta"):
-        return model_class(model_class.config_class.from_pretrained(folder))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**without_head(read_config(folder))))
 
 
 def _memory(config: RunConfig, folder: Path) -> list[str]:
