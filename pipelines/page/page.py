@@ -1,6 +1,6 @@
 """A page: sections of text, tables and figures, as Markdown for a terminal, as HTML for a browser, and a PNG for each figure.
 
-The reports of runs and studies, and the results of `cotrain bench` and `cotrain verify`, are all written here. Figures can be read
+The reports of runs and studies, and the results of `cotrain bench`, are all written here. Figures can be read
 without colour: lines differ in dash and marker.
 """
 

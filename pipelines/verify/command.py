@@ -7,11 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from cotrain.config.load import load_config
 from cotrain.config.schema import RolloutConfig
-from cotrain.lossless.family import POWER, Verdict, detectable_distance, tokens_for_distance
+from cotrain.lossless.family import Verdict, detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
 from cotrain.weights.payload import write_payload
 from drafters.base import SamplingParams
@@ -19,7 +17,6 @@ from drafters.files import write_json
 from pipelines import engines
 from pipelines.engines import at_least
 from pipelines.help import CommandParser
-from pipelines.page.page import Section, write_page
 from pipelines.verify.checks import Plan, Verifier, perturbed, target_distributions
 
 NUM_PROMPTS = 64
@@ -54,19 +51,17 @@ def main(argv: Sequence[str]) -> int:
         about = {"settings": [str(setting) for setting in plan.settings], "tokens_per_setting": plan.tokens}
         report = engines.provenance(args) | about | outcome(verdict)
         write_json(out / "verify.json", report)
-        write_page(out / "verify.md", report["verdict"], page(report))
-        for check in report["checks"]:
-            if check["failed"]:
-                say(f"FAIL {check['check']}, {check['setting']}: p {check['p']:.2g}")
-        say(f"{report['verdict']}\nwritten to {out}/: verify.html, verify.md, verify.json, engine.log")
-    return 0 if report["passed"] else 1
+        for failed in verdict.failures:
+            say(f"FAIL {failed.check}, {failed.setting}: p {failed.p:.2g}")
+        say(f"{verdict}\nwritten to {out}/: verify.json, engine.log")
+    return 0 if verdict.passed else 1
 
 
 def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.EngineSetup]:
     """Check the options, load the drafter, encode the prompts. A drafter of the registry is copied to `pulled`.
 
     Options that are not set come from the configuration. Each setting gets enough tokens to find --distance with
-    probability POWER at the strictest level of all checks together. Raises ValueError naming the option and the fix.
+    the probability of `tokens_for_distance` at the strictest level of all checks together. Raises ValueError naming the option and the fix.
     """
     config = load_config([args.config]) if args.config else None
     configured = config.rollout if config else RolloutConfig()
@@ -121,27 +116,3 @@ def outcome(verdict: Verdict) -> dict[str, Any]:
         "smallest_adjusted_p": min(result.adjusted_p for result in verdict.results),
         "checks": checks,
     }
-
-
-def page(report: dict[str, Any]) -> list[Section]:
-    """verify.md from the content of verify.json: how the verdict was reached, and every check, failures first."""
-    checks = sorted(report["checks"], key=lambda check: (not check["failed"], check["p"] if check["failed"] else 0))
-    rows = [
-        {
-            "setting": check["setting"],
-            "check": check["check"],
-            "n": check["num"],
-            "effect": f"{check['effect']:.3g} {check['unit']}",
-            "finds": "" if check["finds"] is None else f"{check['finds']:.3f}",
-            "p": f"{check['p']:.2g}",
-            "adjusted p": f"{check['adjusted_p']:.2g}",
-            "verdict": "FAIL" if check["failed"] else "ok",
-        }
-        for check in checks
-    ]
-    text = (
-        f"{len(checks)} checks of {report['tokens_per_setting']} tokens a setting. False-alarm rate of all together at most "
-        f"{report['false_alarm_rate']:g} (Holm). `finds`: smallest total variation distance that the check finds with "
-        f"probability {POWER:g}."
-    )
-    return [Section("", engines.headline(report)), Section("Checks", text, pd.DataFrame(rows))]
