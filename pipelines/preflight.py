@@ -68,38 +68,30 @@ def read_command_line(command: str, arguments: Sequence[str]) -> tuple[RunConfig
     # Overrides may contain slashes and dots, and file names may contain "=", so whatever exists as a file is one.
     overrides = [text for text in parsed.config if "=" in text and not Path(text).is_file()]
     config = load_config([text for text in parsed.config if text not in overrides], overrides, parsed.resume)
-    if not parsed.dry_run:
-        check_run(config, resume, command)
-        return config, resume
-    print(to_toml(config), flush=True)
-    name = config.policy.model
-    with suppress(ValueError):  # the problems below say it too
-        for fact in islice(facts(name, config_folder(name)), 1 if has_to_be_fetched(name) else 2):
-            print(f"# {fact}")
-    problems = find_problems(config, resume, command, quick=True, on_this_machine=nodes is None)
+    if parsed.dry_run:
+        print(to_toml(config), flush=True)
+        name = config.policy.model
+        with suppress(ValueError):  # the problems below say it too
+            for fact in islice(facts(name, config_folder(name)), 1 if has_to_be_fetched(name) else 2):
+                print(f"# {fact}")
+    problems = find_problems(config, resume, command, quick=parsed.dry_run, on_this_machine=nodes is None)
     if nodes is not None:
         problems += _problems(lambda: print(plan(config, nodes, gpus)))
     if problems:
         raise ConfigError(problems)
+    if not parsed.dry_run:
+        return config, resume
     print("# no problem found; what has to be downloaded or built, and drafter.init, are checked when the run starts")
     return None
-
-
-def check_run(config: RunConfig, resume: bool = False, command: str = "train") -> None:
-    """Check a run before its folder is made. Raises ConfigError listing all problems.
-
-    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Reward and disk space are not checked
-    for `cotrain init`, which trains no policy.
-    """
-    if problems := find_problems(config, resume, command):
-        raise ConfigError(problems)
 
 
 def find_problems(
     config: RunConfig, resume: bool = False, command: str = "train", quick: bool = False, on_this_machine: bool = True
 ) -> list[str]:
-    """What is wrong with a run before it starts, each problem with the field and the fix.
+    """What is wrong with a run before its folder is made, each problem with the field and the fix.
 
+    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Reward and disk space are not checked
+    for `cotrain init`, which trains no policy.
     quick: only what can be checked without a download or a conversion, and without loading weights (for --dry-run).
     on_this_machine: the run is to start here, so check that the devices and the room it needs are here too.
     """

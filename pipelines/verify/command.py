@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
 def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.EngineSetup]:
     """Check the options, load the drafter, encode the prompts. A drafter of the registry is copied to `pulled`.
 
-    Options that are not set come from the configuration. Each setting gets enough tokens to find --distance with
-    the probability of `tokens_for_distance` at the strictest level of all checks together. Raises ValueError naming the option and the fix.
+    Options that are not set come from the configuration. Each setting gets enough tokens to find --distance, see
+    `tokens_for_distance`, at the strictest level of all checks together. Raises ValueError naming the option and the fix.
     """
     config = load_config([args.config]) if args.config else None
     configured = config.rollout if config else RolloutConfig()

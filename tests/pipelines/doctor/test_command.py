@@ -10,7 +10,7 @@ from cotrain.process.cluster import place
 from pipelines.doctor import engine, machine
 from pipelines.doctor.command import Check, main, run_check
 from pipelines.doctor.machine import MACHINE
-from pipelines.preflight import check_run
+from pipelines.preflight import find_problems
 
 
 def test_every_remedy_is_a_sentence() -> None:
@@ -113,7 +113,7 @@ def test_the_remedy_is_below_what_was_found() -> None:
 
 
 def test_the_configuration_of_the_short_run_is_a_sound_one(tmp_path: Path) -> None:
-    check_run(load_config([], [*engine.RUN, *engine.DRAFTER, f"run_root={tmp_path}"]))
+    assert find_problems(load_config([], [*engine.RUN, *engine.DRAFTER, f"run_root={tmp_path}"])) == []
 
 
 def test_on_several_gpus_the_short_run_has_two_learner_processes(
