@@ -20,7 +20,7 @@ from cotrain.run.mlflow_store import tracking_uri, uri_argument
 from cotrain.run.provenance import begin_attempt
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
-from cotrain.tasks.base import Task, build_task, fingerprint
+from cotrain.tasks.base import build_task, fingerprint
 from cotrain.tasks.prompts import PromptOrder
 from pipelines.preflight import read_command_line
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             opened = lambda: stack.enter_context(run.open_tracker(config, run_dir, state, console))
             tokenizer, roles, tracker = run.start_roles(config, cluster, nodes, run_dir, state, opened)
         roles.engines.set_num_speculative_tokens(None)  # the engines choose, if they may
-        console.say(aligned(banner(config, run_dir, model_path, cluster.gpus, task)))
+        console.say(aligned(banner(config, run_dir, model_path, cluster.gpus)))
         order = PromptOrder(len(task), config.rollout.prompts_per_step, config.seed)
         records = run.Records(metrics, decisions, events, steps, tracker, console)
         controller = run.Controller(config, run_dir, roles, run.Prompts(task, order, tokenizer), records, state)
@@ -72,9 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if check is None or check.passed else 1
 
 
-def banner(
-    config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[str, float], task: Task
-) -> dict[str, str]:
+def banner(config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[str, float]) -> dict[str, str]:
     """What starts, where, and how to watch it, by label. gpus: GPUs of each role."""
     rollouts = f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples"
     notes = {"run": str(run_dir.path), "policy": config.policy.model, "steps": f"{config.steps} ({rollouts})"}
@@ -85,8 +83,6 @@ def banner(
         notes["drafter"] = f"{model.type} from {first}"
     if history := config.rollout.history:
         notes["history"] = f"finished rollouts are drafted from, up to {history.max_bytes / 2**20:g} MiB in each engine"
-        if config.steps * config.rollout.prompts_per_step <= len(task):
-            notes["history"] += f"; none of the {len(task):,} prompts comes twice, so only responses to others help"
     notes["devices"] = f"CPU, {num_cores()} threads for each process"
     if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
