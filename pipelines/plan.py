@@ -72,7 +72,6 @@ def _memory(config: RunConfig, folder: Path) -> list[str]:
     dtype, value = config.rollout.dtype, BYTES[config.rollout.dtype]
     trained, own = "float32 weights, gradients and AdamW's two moments", list[str]()
     served = policy_bytes = policy.num_parameters() * value
-    in_experts = sum(p.numel() for name, p in policy.named_parameters() if ".experts." in name)
     if config.drafter is not None:
         kind = DRAFTERS[config.drafter.model.type]
         with torch.device("meta"):
@@ -97,8 +96,7 @@ def _memory(config: RunConfig, folder: Path) -> list[str]:
         f"  policy {held / GIB:.1f} GiB: {trained} of {policy.num_parameters():,} parameters{reference}"
         + f", one of {parts} parts" * (parts > 1),
         *own,
-        f"Each step sends {policy_bytes / GIB:.1f} GiB of the policy in {dtype} to each engine"
-        + f"; {in_experts:,} of its {policy.num_parameters():,} parameters are in experts" * (in_experts > 0),
+        f"Each step sends {policy_bytes / GIB:.1f} GiB of the policy in {dtype} to each engine",
     ]
 
 
