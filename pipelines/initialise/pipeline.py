@@ -182,9 +182,7 @@ class Initialisation:
             "response_tokens": sum(row[GENERATED] for row in rows),
             "vocabulary_coverage": float(torch.isin(tokens, trainer.drafter.draft_to_target.cpu()).double().mean()),
             "expected_acceptance_length": 1 + sum(rates),
-            "expected_acceptance_rates": rates,
             "served_acceptance_length": served.acceptance_length,
-            "served_acceptance_rates": [accepted / served.num_drafts for accepted in served.accepted_per_position],
         }
 
 

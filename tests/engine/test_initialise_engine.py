@@ -63,7 +63,7 @@ def test_the_drafter_is_better_served_and_registered(stopped_and_resumed: tuple[
     rows = read_rows(run / "metrics.jsonl")
     lengths = [row["rollout/expected_acceptance_length"] for row in rows]
     assert figures["expected_acceptance_length"] > lengths[0] + 0.05
-    assert figures["served_acceptance_length"] > 1.05 and len(figures["served_acceptance_rates"]) == 3
+    assert figures["served_acceptance_length"] > 1.05
     (row,) = list_drafters(absolute_uri(f"sqlite:///{run.parent}/mlflow.db"))
     assert float(row.tags["expected_acceptance_length"]) == pytest.approx(
         figures["expected_acceptance_length"], abs=1e-4
