@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from math import ceil
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.rules import depth_problems
-from cotrain.config.schema import DatasetTask, HistoryConfig, ReasoningGymTask, RolloutConfig, default_run_root
+from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, default_run_root
 from cotrain.config.surroundings import cache_problems
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
@@ -50,15 +50,15 @@ def add_engine_options(parser: argparse.ArgumentParser, command: str, tokens: in
     parser.add_argument("--out", type=Path, metavar="DIR", help=text)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """A type for argparse: a whole number that is not below `least`."""
+def at_least(least: float) -> Callable[[str], float]:
+    """A type for argparse: a number that is not below `least`, and whole if that is."""
 
-    def whole_number(text: str) -> int:
-        if int(text) < least:
+    def number(text: str) -> float:
+        if (value := type(least)(text)) < least:
             raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return int(text)
+        return value
 
-    return whole_number
+    return number
 
 
 @contextmanager
@@ -106,11 +106,6 @@ class EngineSetup:
     drafter: Drafter | None
     drafter_folder: Path | None
     synthetic_rates: tuple[float, ...] = ()  # see EngineSpec
-
-    def with_history(self) -> "EngineSetup":
-        """The same setup with an engine that drafts from what it has generated, without a drafter."""
-        rollout = self.rollout.model_copy(update={"history": HistoryConfig()})
-        return replace(self, rollout=rollout, drafter=None, drafter_folder=None)
 
 
 def prepare_engine(

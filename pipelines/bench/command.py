@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 
 from cotrain.config.load import Table, load_config, to_toml
+from cotrain.config.schema import HistoryConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import RolloutRequest
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=at_least(1), default=1, help=text)
     text = "every round has the prompts of the first, as a run's epochs have"
     parser.add_argument("--same-prompts", action="store_true", help=text)
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default %(default)s)")
+    parser.add_argument("--temperature", type=at_least(0.0), default=1.0, help="of sampling (default %(default)s)")
     text = (
         "default: greedy and probabilistic with --drafter, else suffix (drafts from earlier rounds). adaptive and adaptive-suffix "
         "choose draft lengths up to the largest --k; none is always measured"
@@ -112,8 +113,6 @@ def prepare(options: argparse.Namespace, pulled: Path) -> Bench:
     """Check the options and encode the prompts, see `prepare_engine`. Raises ValueError naming the option and the fix."""
     if (options.model is None) == (options.synthetic is None):
         raise ValueError("--model: give a folder, a hub id, bundled:smollm2-135m-instruct, or --synthetic instead")
-    if options.temperature < 0:
-        raise ValueError(f"--temperature: {options.temperature} is below 0")
     if (file := options.calibrate) and (file.exists() or not file.absolute().parent.is_dir()):
         raise ValueError(f"--calibrate: {file} exists, or its folder does not; give a new file")
     lengths, batch = sorted(set(options.k)), max(options.batch)
@@ -154,10 +153,11 @@ async def _run(bench: Bench, say: Callable[[str], None]) -> tuple[list[Turn], li
     """Start the engines, warm up, and take turns. Returns the turns, and notes on what each adaptive arm chose at the end."""
     running, notes = dict[str, RolloutEngine](), list[str]()
     stock = replace(bench.setup, drafter=None, drafter_folder=None)
+    of_history = replace(stock, rollout=stock.rollout.model_copy(update={"history": HistoryConfig()}))
     async with AsyncExitStack() as stack:
         for name, arm in {arm.engine: arm for arm in bench.arms}.items():
             say(f"starting an engine: {name}")
-            setup = bench.setup if arm.uses_drafter else stock.with_history() if arm.uses_history else stock
+            setup = bench.setup if arm.uses_drafter else of_history if arm.uses_history else stock
             start, began = engines.one_engine(setup, bench.options.seed, bench.options.threads), time.monotonic()
             running[name] = await stack.enter_async_context(start)
             notes.append(f"start of the engine {name}: {time.monotonic() - began:.1f} s")

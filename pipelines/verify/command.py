@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.load import load_config
-from cotrain.config.schema import RolloutConfig
+from cotrain.config.schema import HistoryConfig, RolloutConfig
 from cotrain.lossless.family import Verdict, detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import STANDARD_SAMPLINGS, standard_settings
 from cotrain.weights.payload import write_payload
@@ -76,8 +76,9 @@ def prepare(args: argparse.Namespace, pulled: Path) -> tuple[Plan, engines.Engin
         samplings = (SamplingParams(configured.temperature, configured.top_p, configured.top_k, ""),)
     task = config.task if config else engines.DEFAULT_TASK
     rollout = {"num_speculative_tokens": args.k, "ignore_eos": True, "vllm": configured.vllm}
+    rollout |= {"history": HistoryConfig()} if history else {}
     setup = engines.prepare_engine(args, task, NUM_PROMPTS, args.batch, pulled, **rollout)
-    setup, drafter = setup.with_history() if history else setup, setup.drafter
+    drafter = setup.drafter
     num_orders = 2 if drafter and len(drafter.draft_to_target) < drafter.shape.sizes.vocab_size else 1
     settings = standard_settings(args.k, samplings)
     num_checks = args.k + 1 + sum(setting.num_checks(num_orders) for setting in settings)

@@ -102,7 +102,6 @@ def test_what_drafts_from_history_has_an_engine_of_its_own_in_each_adaptive_arm(
     [
         (["--methods", "greedy"], "--methods: greedy need a drafter; give --drafter"),
         (["--drafter", "d", "--methods", "probabilistic", "--temperature", "0"], "--methods: probabilistic drafts are"),
-        (["--temperature", "-1"], "--temperature: -1.0 is below 0"),
         (["--tokens", "100000"], "--tokens: the longest prompt has .* positions of tiny:llama; lower --tokens"),
         (["--drafter", "nowhere"], "--drafter: nowhere has no config.json"),
         (["--prompts", "nowhere.toml"], "nowhere.toml"),
@@ -231,6 +230,12 @@ def test_a_number_below_one_is_refused_by_name(name: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         options(f"--{name}", "0")
     assert f"argument --{name}: 0 is below 1" in capsys.readouterr().err
+
+
+def test_a_temperature_below_zero_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--temperature", "-0.5")
+    assert "argument --temperature: -0.5 is below 0.0" in capsys.readouterr().err
 
 
 def test_responses_end_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
