@@ -48,9 +48,7 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     with engines.prepared_command("verify", args, prepare) as (out, (plan, setup), say):
         verdict = asyncio.run(_verify(plan, setup, args.threads, say))
-        about = {"settings": [str(setting) for setting in plan.settings], "tokens_per_setting": plan.tokens}
-        report = engines.provenance(args) | about | outcome(verdict)
-        write_json(out / "verify.json", report)
+        write_json(out / "verify.json", engines.provenance(args) | outcome(verdict))
         for failed in verdict.failures:
             say(f"FAIL {failed.check}, {failed.setting}: p {failed.p:.2g}")
         say(f"{verdict}\nwritten to {out}/: verify.json, engine.log")
