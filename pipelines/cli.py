@@ -147,8 +147,7 @@ def drafters(arguments: Sequence[str]) -> int:
         print(drafter_table(list_drafters(absolute_uri(parsed.uri)), absolute_uri(parsed.uri)))
         return 0
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
-    versions = "p{policy_version}-d{drafter_version} of {run_name}".format(**row.tags)
-    versions += f" for {row.tags['policy']}" if "policy" in row.tags else ""
+    versions = "p{policy_version}-d{drafter_version} of {run_name} for {policy}".format(**row.tags)
     print(f"{row.name}/{row.version} ({versions}) is in {parsed.folder}")
     return 0
 

@@ -127,9 +127,9 @@ def find_problems(
     if train and on_this_machine:
         problems += _problems(_check_space, config, model)
     if drafter is not None:
-        own = [_check_drafter_init] if not (resume or quick) and (drafter.init or native_head(model)) else []
-        for check in (_check_drafter_shape, *own):
-            problems += _problems(check, config, drafter, model)
+        problems += _problems(_check_drafter_shape, config, drafter, model)
+        if not (resume or quick) and (drafter.init or native_head(model)):
+            problems += _problems(_check_drafter_init, config, drafter, model)
     return problems
 
 
