@@ -23,7 +23,8 @@ from cotrain.records import Rollout
 from drafters.base import SamplingParams
 
 FALSE_ALARM_RATE = 0.01  # largest probability that a run has any alarm although its rollouts are as they should be
-WEIGHT_ROUNDING = 2.0  # factor on LOGIT_ERROR in bfloat16: the learner's weights are float32, the engine's are rounded
+LOGIT_TOLERANCE = LOGIT_ERROR | {"bfloat16": 2 * LOGIT_ERROR["bfloat16"]}
+"""Largest difference of a logit between engine and learner, whose weights are float32, while the engine's are rounded."""
 
 
 @dataclass
@@ -50,13 +51,9 @@ class LosslessMonitor:
 
         saved: what `state` returned, so that a resumed run does not spend the same shares of the false-alarm rate again.
         """
-        self._config, self._sampling, self._dtype, self._seed = config, sampling, dtype, seed
+        self._config, self._sampling, self._seed = config, sampling, seed
         self._state = _State(**(saved or {}))
-
-    @property
-    def logit_tolerance(self) -> float:
-        """Largest difference of a logit between engine and learner, to be passed on to `response_draws`."""
-        return LOGIT_ERROR[self._dtype] * (WEIGHT_ROUNDING if self._dtype == "bfloat16" else 1.0)
+        self.logit_tolerance = LOGIT_TOLERANCE[dtype]  # to be passed on to `response_draws`
 
     def check(
         self,

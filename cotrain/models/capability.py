@@ -132,7 +132,7 @@ def _assigned(module: str, name: str) -> Any:
 @lru_cache
 def _with_bases(module: str, name: str) -> frozenset[str]:
     """Return the names of a class of vLLM's and of all its bases. Imports of a name are followed to where it is defined."""
-    found = {name}
+    found, package = {name}, module if _file(module).name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(_source(module)):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for base in node.bases:
@@ -140,13 +140,8 @@ def _with_bases(module: str, name: str) -> frozenset[str]:
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("vllm")):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
-                    found |= _with_bases(_absolute(module, node), alias.name)
+                    found |= _with_bases(resolve_name("." * node.level + (node.module or ""), package), alias.name)
     return frozenset(found)
-
-
-def _absolute(module: str, node: ast.ImportFrom) -> str:
-    package = module if _file(module).name == "__init__.py" else module.rpartition(".")[0]
-    return resolve_name("." * node.level + (node.module or ""), package)
 
 
 def _file(module: str) -> Path:

@@ -65,7 +65,7 @@ def _random_model(num_layers: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **SIZES, **IDS))
 
 
-def build_random_model(folder: Path, table: dict[str, Any], seed: int = 0) -> None:
+def build_random_model(folder: Path, table: dict[str, Any]) -> None:
     """Write config, random float32 weights, tokenizer and chat template to folder, which say nothing but differ by token.
 
     table: a row of tiny.toml, with the fields that make this model_type valid for transformers and for vLLM. One with a text_config
@@ -78,7 +78,7 @@ def build_random_model(folder: Path, table: dict[str, Any], seed: int = 0) -> No
     else:
         auto, fields = AutoModelForCausalLM, sizes | fields
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = auto.from_config(AutoConfig.for_model(table["model_type"], **fields))
         for parameter in model.parameters():  # matrices as large as trained ones, and no norm that scales by just 1
             parameter.copy_(2 * parameter if parameter.ndim > 1 else parameter + 0.05 * torch.randn_like(parameter))
