@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from cotrain.config.schema import PolicyConfig, RolloutConfig
 from cotrain.lossless.emitted import Draws, response_draws
@@ -66,21 +65,20 @@ class PolicyLearner:
         self._config, self._rollout, self._model_path = config, rollout, Path(model_path)
         self.policy_version = 0  # number of update() calls that led to the current weights
         self._sender: Any = None  # vLLM's sender, once engines are connected
-        self._sharded, cpu = config.sharding is not None, device == "cpu"
-        self._accelerator = (
-            sharding.sharding_accelerator(cpu)
-            if self._sharded
-            else Accelerator(
-                cpu=cpu,
-                mixed_precision="no",  # ResponseLogProbs sets autocast itself, for the frozen reference too
-                # A forward pass without gradients on one rank must not wait for the others to broadcast buffers.
-                kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-            )
-        )
+        self._sharded = config.sharding is not None
+        # A forward pass without gradients on one rank must not wait for the others to broadcast buffers. ResponseLogProbs
+        # sets autocast itself, for the frozen reference too.
+        ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
+        self._accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no", kwargs_handlers=[ddp])
         if self._accelerator.num_processes != config.num_processes:
             raise ValueError(
                 f"policy.num_processes is {config.num_processes}, but {self._accelerator.num_processes} learner "
                 "processes found each other; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+            )
+        if self._sharded and not torch.distributed.is_initialized():
+            raise ValueError(
+                "policy.sharding shards over a process group, also with one process; set RANK, LOCAL_RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT"
             )
         self._policy = self._load_model(model_path)
         if config.gradient_checkpointing:
@@ -89,21 +87,19 @@ class PolicyLearner:
         if config.kl_coefficient > 0:
             self._reference = self._load_model(model_path).requires_grad_(False)
         updates = total_steps * config.minibatches
-        optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, updates)
-        # DDP's wrapper of the policy; under FSDP the policy itself.
-        self._prepared, self._optimizer = self._accelerator.prepare(self._policy, optimizer)
-        if self._sharded:
-            register_fsdp_forward_method(self._policy, "with_weights")
-            if self._reference is not None:
-                fsdp2_prepare_model(self._accelerator, self._reference)
+        self._optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, updates)
+        # DDP's wrapper of the policy, if there is one.
+        self._prepared = self._policy if self._sharded else self._accelerator.prepare_model(self._policy)
 
     def _load_model(self, model_path: str) -> ResponseLogProbs:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        if not self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
-            model = model.to(self._accelerator.device)
-        return ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
+        policy = ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
+        if self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
+            sharding.shard(policy)
+            return policy
+        return policy.to(self._accelerator.device)
 
     def update(self, rollouts: list[ScoredRollout]) -> dict[str, float]:
         """Take policy.minibatches optimizer steps on these rollouts, which must be the same on all ranks.

@@ -89,7 +89,6 @@ class ResponseLogProbs(nn.Module):
         self.model = model
         self.temperature = temperature
         self.dtype = dtype
-        self._no_split_modules = model._no_split_modules  # the layers, which Accelerate shards one by one
 
     def with_weights(self, function: Callable[[], T]) -> T:
         """Return function(), which may use the model directly: FSDP gathers weights around this method as around forward."""

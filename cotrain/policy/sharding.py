@@ -1,4 +1,4 @@
-"""Support for FSDP2 policies: preparing them with Accelerate, writing weights parameter by parameter, and checkpoints.
+"""Support for FSDP2 policies: sharding them, writing weights parameter by parameter, and checkpoints.
 
 The functions that take a model also work when each rank holds the whole policy. All ranks must call a function that is
 marked as collective; under FSDP, the ranks wait for each other in it.
@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -27,6 +25,8 @@ from cotrain.weights.payload import Manifest, manifest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from cotrain.policy.log_probs import ResponseLogProbs
 
 T = TypeVar("T")
 
@@ -37,27 +37,14 @@ OPTIMIZER_STATE = "optimizer"
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
-def sharding_accelerator(cpu: bool) -> Accelerator:
-    """Return an Accelerator that prepares a model with FSDP2 and shards it layer by layer.
-
-    Raises ValueError when the process has not joined a process group, which is needed even with a single rank.
-    """
-    processes = PartialState(cpu=cpu)
-    if not distributed.is_initialized():
-        raise ValueError(
-            "policy.sharding shards over a process group, also with one process; set RANK, LOCAL_RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT"
-        )
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-    )
-    accelerator = Accelerator(cpu=cpu, mixed_precision="no", fsdp_plugin=plugin)
-    if cpu:
-        # On CPUs, Accelerate 1.15 ignores the plugin and silently trains with DDP, although its FSDP2 code works with
-        # gloo. Remove this when AcceleratorState.__init__ handles MULTI_CPU as it handles MULTI_GPU.
-        processes.distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
-    return accelerator
+def shard(policy: "ResponseLogProbs") -> None:
+    """Shard a policy with FSDP2, layer by layer."""
+    layers = policy.model._no_split_modules or ()
+    for module in reversed(list(policy.modules())):  # inner ones first
+        if type(module).__name__ in layers:
+            fully_shard(module)
+    fully_shard(policy)
+    register_fsdp_forward_method(policy, "with_weights")
 
 
 def whole_tensors(
