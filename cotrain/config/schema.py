@@ -220,7 +220,7 @@ class DrafterOptimizerConfig(OptimizerConfig):
 
 
 class DrafterConfig(Section):
-    """The drafter and how it is trained. Without this section rollouts run without speculation."""
+    """The drafter, with a field for each choice about its training. Without this section rollouts run without speculation."""
 
     model: DrafterModelConfig
     """Kind and shape of the drafter."""
@@ -232,6 +232,9 @@ class DrafterConfig(Section):
     gate: GateConfig = GateConfig()
     alarms: AlarmConfig = AlarmConfig()
     buffer: DrafterBufferConfig = DrafterBufferConfig()
+    train_when: Literal["pays", "always"] = "pays"
+    """pays: a round of training waits while it would cost more of this run's seconds than it is expected to save. always: it never
+    waits, as for a drafter that is to be used after the run."""
     train_every: PositiveInt = 1
     """Train in every n-th step. Each round of training makes one candidate."""
     updates_per_step: PositiveInt = 8

@@ -81,6 +81,8 @@ class Controller:
         self._heads: list[Reply[None]] = []  # the call in which the trainer reads the policy's head
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
+            if self._training is not None:
+                self._training.rows = state.drafting["updates"]
 
     def run(self, stop_requested: Callable[[], bool] = lambda: False) -> bool:
         """Run all remaining steps. Returns False if stop_requested ended it before; the run is saved either way.
@@ -166,9 +168,16 @@ class Controller:
         last = step == self.config.steps or stop_requested()
         if last or step % self.config.checkpoint.every == 0:
             with clock.phase("checkpoint"):
+                if self._training is not None and not self.config.stream.max_policy_lag:
+                    self._training.finish()  # a checkpoint has whole rounds, so that a resumed run goes on exactly
+                    if step == self.config.steps:
+                        learned |= self._training.metrics()
                 self._checkpoints.begin(self._snapshot())
                 if last:  # no step follows in which the roles could write
                     self._checkpoints.wait()
+        seconds_of = clock.seconds | {"step": clock.step_seconds}
+        if self._training is not None:
+            self._training.measure(engine_steps, seconds_of)
         return StepResult(
             step=step,
             served=served,
@@ -183,7 +192,7 @@ class Controller:
             learned=learned,
             swaps=swaps,
             saved=self._checkpoints.metrics(),
-            seconds=clock.seconds | {"step": clock.step_seconds},
+            seconds=seconds_of,
         )
 
     def _take(self) -> list[Group] | None:
@@ -227,14 +236,15 @@ class Controller:
         payload = None
         if drafter is not None and publisher is not None and self.mode is None:
             self.roles.reactor.wait(self._heads)
-            outcome = publisher.evaluate(step, batch)
+            if self._training is not None and not self.config.stream.max_policy_lag:
+                self._training.finish()
+            spent = self._training.costs.spent(self.state.seconds) if self._training is not None else None
+            outcome = publisher.evaluate(step, batch, spent)
             self.records.decided(outcome)
             if outcome.swap is not None:
                 version = outcome.events[-1].version
                 self.records.event(step, "drafter swapped", version=version)
                 drafter.call(DrafterTrainer.save_checkpoint, self.run_dir.drafter(version), version)
-            if outcome.trains and self._training is not None:
-                self._training.begin(step)
         else:
             self.roles.nodes.remove_all(batch.features)  # tapped before speculation was switched off
         if update is not None:
@@ -251,9 +261,9 @@ class Controller:
             payload = policy.of_rank_0(written)
             self.roles.engines.begin_check_policy(payload, policy.node)
         if self._training is not None:
-            if not self.config.stream.max_policy_lag:
-                self._training.finish()
             metrics = metrics | self._training.metrics()
+            if outcome is not None and outcome.trains:
+                self._training.begin(step)
         return outcome, metrics, payload
 
     def _swap_policy(self, step: int, payload: WeightPayload) -> SwapReport:
@@ -276,7 +286,8 @@ class Controller:
         records.tracker.log_step(step, row)
         write_samples(self.run_dir.samples_file(step), result.scored, result.prompts, self.prompts.tokenizer)
         events = [event for outcome in result.outcomes for event in outcome.events]
-        notes = [records.tracker.behind, *(event.in_short() for event in events), self.mode or ""]
+        waits = [outcome.waits for outcome in result.outcomes]
+        notes = [records.tracker.behind, *(event.in_short() for event in events), *waits, self.mode or ""]
         records.console.step(step, self.config.steps, row, self.versions, notes)
         for event in events:
             if event.is_bad_news:
@@ -284,11 +295,11 @@ class Controller:
 
     def _snapshot(self) -> RunState:
         """Return the state with all that a checkpoint holds besides what the roles save."""
-        publisher = self.roles.publisher
+        publisher, updates = self.roles.publisher, self._training.rows if self._training is not None else []
         return replace(
             self.state,
             config=self.config.model_dump(mode="json"),
             lossless=self.checks.monitor.state(),
-            drafting=None if publisher is None else publisher.state(),
+            drafting=None if publisher is None else publisher.state() | {"updates": updates},
             stream=self.producer.state(),
         )

@@ -3,11 +3,12 @@
 Alarms come first, then the canary, then the gate (docs/internals/publishing.md). Nothing here has side effects.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cotrain.config.schema import MIN_PROMPTS, MIN_ROLLOUTS, DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance, expected_of, gain_of
@@ -55,6 +56,10 @@ class Outcome:
     failure: DrafterAlarm | None = None  # to be raised once the events are recorded
     swap: SwapReport | None = None  # the swap, when there was one: the publisher fills it in
     trains: bool = False  # whether the drafter is to be trained on this step's rollouts
+    waits: str = ""  # why it is not, where that is a decision
+    lengths: tuple[float, float] | None = (
+        None  # acceptance length of the serving drafter and of the candidate, if they were compared
+    )
 
     @property
     def promised(self) -> dict[str, float]:
@@ -100,15 +105,15 @@ def decide(evidence: Evidence, config: DrafterConfig, total_steps: int) -> Outco
             outcome.note(evidence, "kept", f"version {version} is served as expected: kept", dict(outcome.metrics))
     draftable = [rollout.prompt_id for rollout in evidence.batch.rollouts if len(rollout.token_ids) > 1]
     unjudged = serving.unjudged + (enough(scores.prompts) or enough(draftable))
-    outcome.serving = replace(serving, unjudged=unjudged)
-    judge(evidence, config, outcome)
+    outcome.serving = replace(serving, unjudged=unjudged, served=serving.served + 1)
+    judge(evidence, config, outcome, max(1, total_steps - step))
     return outcome
 
 
-def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
+def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome, left: int) -> None:
     """Compare the candidate, if there is one, with the serving drafter on the same rollouts, and add the verdict to `outcome`.
 
-    It is published if its gain is certain and saves more seconds than the swap takes, before the next candidate may replace it.
+    It is published if its gain is certain and saves more seconds than the swap takes. left: steps of the run.
     It is refused if acceptances are not finite, and waits for more rollouts if there are too few, unless drafter.gate.publish_when
     is "always".
     """
@@ -136,9 +141,12 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
             outcome.note(evidence, kind, f"{kind}{because}: {reason}", numbers | {"gate/publish": float(always)})
         return
     gain, bound = gain_of(candidate, serving, CONFIDENCE)
+    outcome.lengths = serving.longest, candidate.longest
     # Where generation overlaps with learning, only the exposed share of the engines' time holds up the run.
-    steps = max(config.train_every, scores.steps)
-    saved, cost = steps * seconds_saved(batch, candidate, serving), evidence.serving.swap_seconds * batch.exposed
+    # A publication is taken to serve as long as the one before has, and no longer than the run.
+    steps = min(max(outcome.serving.served, config.train_every, scores.steps), left)
+    saved = steps * (batch.seconds * batch.exposed - seconds_with(batch, serving, candidate.lengths))
+    cost = evidence.serving.swap_seconds * batch.exposed
     if not always and bound <= MARGIN:
         because = f", no gain above the margin of {MARGIN:g} is certain"
     elif not always and saved <= cost:
@@ -148,7 +156,7 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
     reason = (
         f"{kind}{because}: acceptance length {candidate.longest:.3f} against {serving.longest:.3f} served, gain "
         f"{gain:+.3f}, at least {bound:+.3f} ({CONFIDENCE:.0%}, {judged_on}, {len(scores.candidate)} draft tokens), "
-        f"{saved:.2f} s saved before the next candidate, {cost:.2f} s for the swap"
+        f"{saved:.2f} s saved in {steps} steps, {cost:.2f} s for the swap"
     )
     if batch.exposed < 1:
         reason += f"; {batch.exposed:.0%} of the generation time is waited for"
@@ -157,13 +165,24 @@ def judge(evidence: Evidence, config: DrafterConfig, outcome: Outcome) -> None:
     outcome.note(evidence, kind, reason, numbers | {"gate/seconds_saved": saved, "gate/swap_seconds": cost})
 
 
-def seconds_saved(batch: RolloutBatch, candidate: ExpectedAcceptance, serving: ExpectedAcceptance) -> float:
-    """Return the seconds that the candidate would save in a step like this one, each drafter at its own fastest draft lengths.
+def seconds_with(batch: RolloutBatch, serving: ExpectedAcceptance, lengths: NDArray[np.float64]) -> float:
+    """Return the seconds of generation in a step like this one, with a drafter of these acceptance lengths [K + 1] at draft lengths 0
+    to K in place of the serving one, each at its fastest draft lengths.
 
     Only seconds in which the learner waits for rollouts count. The fastest lengths, 0 included, follow from the engines'
     measured step costs. Without such costs, every step is taken to draft K tokens.
     """
     costs = batch.gain.seconds_at if batch.gain is not None else []
     table = np.array(costs or [[np.inf] * len(serving.rates) + [1.0]])[:, : len(serving.lengths)]
-    before, after = ((table / drafter.lengths).min(axis=1).sum() for drafter in (serving, candidate))
-    return float(batch.seconds * batch.exposed * (1 - after / before))
+    before, after = ((table / of_drafter).min(axis=1).sum() for of_drafter in (serving.lengths, lengths))
+    return float(batch.seconds * batch.exposed * after / before)
+
+
+def generation_at(batch: RolloutBatch, serving: ExpectedAcceptance) -> Callable[[float], float]:
+    """Return the seconds of generation in a step like this one, as a function of the acceptance length with K draft tokens.
+
+    Acceptance lengths with fewer draft tokens are taken to lie between 1 and it as those of the serving drafter do.
+    """
+    most = np.arange(1.0, len(serving.lengths) + 1)
+    shape = (serving.lengths - 1) / (serving.longest - 1) if serving.longest > 1.001 else (most - 1) / (len(most) - 1)
+    return lambda length: seconds_with(batch, serving, np.minimum(1 + (length - 1) * shape, most))

@@ -48,6 +48,7 @@ class Publication:
     unjudged: int = 0  # steps with enough rollouts to judge by, scored or not, since a candidate was last compared
     swap_seconds: float = 0.0  # seconds that the last swap took
     watched: int = 0  # number of further steps for which the canary watches the serving drafter
+    served: int = 0  # steps that the serving drafter has served
 
     def published(self, before: int, version: int, swap_seconds: float, scored: bool) -> "Publication":
         """Return the record once a candidate serves. It is watched if it could be scored; otherwise it counts as good.
@@ -60,7 +61,7 @@ class Publication:
 
     def rolled_back(self, version: int, swap_seconds: float) -> "Publication":
         """Return the record once the weights of the last good version serve again, under a new version number."""
-        return replace(self, last_good=version, swap_seconds=swap_seconds, watched=0)
+        return replace(self, last_good=version, swap_seconds=swap_seconds, watched=0, served=0)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from cotrain.acceptance_stats import last_segment, total_counts
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
-from cotrain.publish.decision import Outcome, alarmed, decide
+from cotrain.publish.decision import Outcome, alarmed, decide, generation_at
 from cotrain.publish.evidence import Evidence, FreshScores, Publication
+from cotrain.publish.investment import Investment, Prices, Spent
 from cotrain.records import RolloutBatch, SwapReport, WeightPayload, WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
 
@@ -66,6 +67,7 @@ class Publisher:
         self._spec, self._trainer, self._engines = spec, trainer, engines
         self._scratch, self._current = scratch, current
         self.serving = Publication(last_good=current.versions.drafter)
+        self._investment = Investment()
         self.mode: str | None = None  # note on every step line once alarms have switched speculation off; None before
 
     def heed(self, step: int, alarms: Sequence[Alarm]) -> Outcome:
@@ -73,10 +75,11 @@ class Publisher:
         otherwise the caller must raise Outcome.failure."""
         return self._switch_off(alarmed(step, self._current.versions.drafter, self.serving, alarms))
 
-    def evaluate(self, step: int, batch: RolloutBatch) -> Outcome:
+    def evaluate(self, step: int, batch: RolloutBatch, spent: Spent | None = None) -> Outcome:
         """Decide on the rollouts that have ended since the last call, and swap. Call it before training on them.
 
-        Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the one they have.
+        Alarms are treated as by `heed`. If an engine refuses a drafter, all keep the one they have. spent: what training costs the
+        run; None trains whether it pays or not.
         """
         serving, spec, current, versions = self.serving, self._spec, self._current, self._current.versions
         batch = replace(batch, rollouts=[last_segment(rollout, spec.recomputes) for rollout in batch.rollouts])
@@ -96,6 +99,8 @@ class Publisher:
             self._switch_off(outcome)
         elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
             self._swap(outcome)
+        if outcome.trains and spent is not None and expected is not None:
+            self._invest(evidence, outcome, spent)
         kinds = {event.kind for event in outcome.events}
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
@@ -103,16 +108,36 @@ class Publisher:
         outcome.metrics |= metrics | ({} if expected is None else expected.metrics(counts.steps if counts else ()))
         return outcome
 
+    def _invest(self, evidence: Evidence, outcome: Outcome, spent: Spent) -> None:
+        """Decide whether a round of training pays, if that is what drafter.train_when asks for."""
+        assert evidence.expected is not None
+        investment, served = self._investment, evidence.expected
+        before, candidate = outcome.lengths or (served.longest, None)
+        updates = evidence.scores.updates - evidence.serving.judged_update
+        investment.observe(before, candidate, updates / self._spec.drafter.updates_per_step)
+        if outcome.swap is not None and candidate is not None:
+            investment.published()
+        generation = generation_at(evidence.batch, served)
+        prices = Prices(generation, self.serving.swap_seconds * evidence.batch.exposed, spent)
+        verdict = investment.decide(prices, self._spec.total_steps - evidence.step)
+        outcome.metrics |= {"time/training_cost_s": spent.last, "time/training_return_s": verdict.returned}
+        known = {"time/round_costs_s": verdict.costs, "time/round_saves_s": verdict.saves}
+        outcome.metrics |= {name: seconds for name, seconds in known.items() if seconds is not None}
+        if self._spec.drafter.train_when == "pays" and not verdict.trains:
+            outcome.trains, outcome.waits = False, f"drafter waits: {verdict.reason}"
+            self.serving = replace(self.serving, unjudged=0)
+
     def take_back(self, outcome: Outcome) -> None:
         """Continue from the drafter that served before a swap, which an engine has refused since `evaluate` returned."""
         self.serving = outcome.serving
 
     def state(self) -> dict[str, Any]:
         """Everything an exact continuation needs, as plain numbers."""
-        return {"serving": asdict(self.serving), "mode": self.mode}
+        return {"serving": asdict(self.serving), "mode": self.mode, "investment": asdict(self._investment)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.serving, self.mode = Publication(**state["serving"]), state["mode"]
+        self._investment = Investment(**state["investment"])
         if self.mode is not None:
             self._engines.set_num_speculative_tokens(0)
 

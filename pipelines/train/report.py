@@ -23,9 +23,6 @@ STAGES = {
 }
 DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
 SERVED, SPEEDUP = "rollout/acceptance_length", "rollout/speedup_vs_no_speculation"
-LEAST_GAIN, LEAST_STEPS = 0.02, 5
-"""Drafts do not pay if the second half of a run, of LEAST_STEPS steps or more, gains a smaller share than this by them."""
-
 MARKED = ("published", "kept back", "rolled back")
 """Decisions about the drafter that figures mark, after the step that the mark is at."""
 
@@ -94,24 +91,13 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
         swaps += [f"{kept_back} kept back by the gate"] if kept_back else []
         swaps += [f"rolled back {'once' if rolled_back == 1 else f'{rolled_back:.0f} times'}"] if rolled_back else []
         facts["swaps"] = ", ".join(swaps)
-        facts |= {"drafter": unpaid} if (unpaid := _unpaid(run)) else {}
+        cost, returned = (run.column(f"time/training_{name}_s").sum() for name in ("cost", "return"))
+        facts |= {"training": f"cost {cost:.1f}s of this run and saved {returned:.1f}s of generation"} if cost else {}
     facts["lossless"] = _lossless(run, greedy_identical)
     facts |= {"speculation": speculation} if speculation else {}
     gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation, by step times measured in this run"
     unknown = "not measured in this run, `cotrain bench` measures it"
     return facts | {"speed": gain if run.column(SPEEDUP).any() else unknown}
-
-
-def _unpaid(run: RunRecord) -> str:
-    """Suggest to freeze or drop a drafter when drafts have gained next to nothing for long; empty for all others."""
-    late = run.metrics.index[len(run.metrics) // 2 :]
-    speed, trained = run.column(SPEEDUP)[late].mean(), run.column("drafter/train_s").sum()
-    if run.is_sidecar or len(late) < LEAST_STEPS or not speed < 1 + LEAST_GAIN:  # NaN where it was not measured
-        return ""
-    share = trained / run.column("time/step_s").sum()
-    freeze = f"training takes {share:.0%} of the time, drafter.train=false freezes it; " if trained else ""
-    what = f"does not pay: decoding {speed:.2f} times no speculation in the last {len(late)} steps"
-    return f'{what}   ({freeze}drafter="none" drops it)'
 
 
 def _lossless(run: RunRecord, greedy_identical: bool | None) -> str:

@@ -48,7 +48,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
                 "samples_per_prompt": SAMPLES,
                 "draft_sample_method": method,
             },
-            drafter={"model": {"type": "eagle3"}, "updates_per_step": 1} | (drafter or {}),
+            drafter={"model": {"type": "eagle3"}, "updates_per_step": 1, "train_when": "always"} | (drafter or {}),
             **fields,
         )
         resumes = (config.run_root / name).exists()

@@ -6,7 +6,6 @@ import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from cotrain.records import (
     Prompt,
     RolloutBatch,
     RolloutRequest,
+    SwapReport,
     Versions,
     WeightPayload,
     Window,
@@ -364,17 +364,26 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
     assert latest_checkpoint(controller.run_dir) == controller.run_dir.checkpoint(7)
 
 
-def test_the_policys_file_is_written_while_the_drafter_trains(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_trains_while_the_next_step_generates(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the policy's swap nor generation waits for it, and what it has become is scored before it trains on."""
     controller = start(World(GOOD))
-    write, trains = Policy.write_payload, []
+    generate, swap, trains = Engines.begin_generate, Engines.update_policy, list[tuple[str, bool]]()
 
-    def write_payload(policy: Policy, path: Path) -> WeightPayload:
-        trains.append(controller._training.left > 0)
-        return write(policy, path)
+    def begin_generate(engines: Engines, *args: Any) -> RolloutBatch:
+        trains.append(("generate", controller._training.left > 0))
+        return generate(engines, *args)
 
-    monkeypatch.setattr(Policy, "write_payload", write_payload)
+    def update_policy(engines: Engines, *args: Any) -> SwapReport:
+        trains.append(("swap", controller._training.left > 0))
+        return swap(engines, *args)
+
+    monkeypatch.setattr(Engines, "begin_generate", begin_generate)
+    monkeypatch.setattr(Engines, "update_policy", update_policy)
     go(controller, 2)
-    assert trains == [True, True]
+    groups = [name for name, _ in trains].index("swap")
+    assert trains == [("generate", False)] * groups + [("swap", True)] + [("generate", True)] * groups + [
+        ("swap", True)
+    ]
 
 
 def test_a_role_that_cannot_save_ends_the_run_and_leaves_the_checkpoint_before(

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from cotrain.loop.reactor import Reactor
-from cotrain.loop.training import DrafterTraining
+from cotrain.loop.training import Costs, DrafterTraining
 from cotrain.process.calls import Reply
+from cotrain.records import StepTotal
 from cotrain.run.rows import RowFile, read_rows
 from cotrain.trainer.trainer import DrafterTrainer
 from tests.cotrain.loop.simulated_ray import Cluster, Reference
@@ -67,3 +68,30 @@ def test_other_calls_come_between_two_updates(new: Any) -> None:
     assert training.metrics() == {"drafter/train_s": 2.5, "drafter/loss": 3.8, "drafter/updates": 5}
     assert not training.left and not trainer.waiting
     assert [row["event"] for row in read_rows(events.path)] == ["drafter trained"] * 5
+
+
+def test_a_round_costs_what_steps_and_learning_take_longer_beside_it() -> None:
+    """Two engines generate at the same time. Batches without a step beside a round, or without one otherwise, tell nothing."""
+    costs, most = Costs(), 100.0
+
+    def step(trains: bool, engine_step_s: float, learn_s: float, batch: int = 4) -> None:
+        totals = [StepTotal(3, 4, "steady", 50, 99, 50 * engine_step_s), StepTotal(3, batch, "mixed", 7, 9, most)]
+        totals.append(StepTotal(3, 4, "prompts", 1, 9, 5.0 * trains))
+        costs.step(trains, {0: totals, 1: totals}, {"learn": learn_s, "step": 20.0 + trains})
+
+    step(False, 9.0, 90.0)  # the first step, in which processes warm up
+    step(True, 0.05, 3.0)
+    step(True, 0.05, 3.0, batch=5)
+    spent = costs.spent(44.0)
+    assert (spent.last, spent.round, spent.rounds, spent.elapsed) == (0.0, None, 2, 44.0)
+    step(False, 0.04, 2.0, batch=6)
+    assert costs.spent(64.0).round is None and costs.spent(64.0).last == 0.0
+    step(True, 0.05, 3.0, batch=7)
+    spent = costs.spent(85.0)
+    assert spent.last == spent.round == pytest.approx(50 * 0.01 + 1.0) and spent.rounds == 3
+    assert 20 < spent.step < 21
+    for _ in range(60):
+        step(True, 0.06, 4.0)
+    assert costs.spent(0.0).round == pytest.approx(50 * 0.02 + 2.0, rel=0.02), "what was measured long ago is forgotten"
+    step(True, 0.01, 1.0)
+    assert costs.spent(0.0).last >= 0.0

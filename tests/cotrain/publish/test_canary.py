@@ -69,7 +69,7 @@ def test_a_step_that_says_nothing_is_not_counted(promise: object) -> None:
     paused = [rollout(f"p{p}", 0, 40, (9, 0, 0), paused=99) for p in range(8)]
     rollouts = dead() if promise is None else paused
     decision = decide(evidence(rollouts, serving=WATCHED, expected=promise), DRAFTER, 1000)
-    assert (decision.events, replace(decision.serving, unjudged=0)) == ([], WATCHED)
+    assert (decision.events, replace(decision.serving, unjudged=0, served=0)) == ([], WATCHED)
 
 
 def test_a_random_drafter_that_serves_nothing_is_kept() -> None:

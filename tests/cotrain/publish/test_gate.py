@@ -19,12 +19,12 @@ from tests.cotrain.publish.simulated import sample_rollouts, score, true_length
 SERVED = 1.0  # skill of the serving drafter: acceptance length 2.26
 
 
-def judge(candidate, serving, prompts, gate=None, batch=None, lifetime_steps=1, swap_seconds=0.5) -> Outcome:
-    """lifetime_steps: steps until the next candidate."""
+def judge(candidate, serving, prompts, gate=None, batch=None, lifetime_steps=1, swap_seconds=0.5, left=99) -> Outcome:
+    """lifetime_steps: steps that the serving drafter has served. left: steps of the run."""
     scores = FreshScores(prompts, serving, candidate, updates=1, served_by=[])
-    outcome = Outcome(Publication(0, swap_seconds=swap_seconds))
-    config = DrafterConfig(model={"type": "eagle3"}, gate=gate or GateConfig(), train_every=lifetime_steps)
-    add_verdict(Evidence(1, batch or served(), Versions(0, 0), outcome.serving, scores), config, outcome)
+    outcome = Outcome(Publication(0, swap_seconds=swap_seconds, served=lifetime_steps))
+    config = DrafterConfig(model={"type": "eagle3"}, gate=gate or GateConfig())
+    add_verdict(Evidence(1, batch or served(), Versions(0, 0), outcome.serving, scores), config, outcome, left)
     return outcome
 
 
