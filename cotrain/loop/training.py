@@ -1,6 +1,6 @@
 """Trains the drafter in the background, and measures what that adds to a run. Other calls to the trainer run between two updates."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from cotrain.actors.drafter import Drafter
@@ -14,53 +14,49 @@ from cotrain.trainer.trainer import DrafterTrainer
 KEEP = 0.9  # weight of what was measured in a step relative to that in the step after it
 
 
-class Beside:
-    """Compares how long things take while the drafter trains with how long they take otherwise."""
-
-    def __init__(self) -> None:
-        self._means: dict[
-            object, list[list[float]]
-        ] = {}  # of each kind: number and seconds, without training and with it
-
-    def added(self, kind: object, number: float, seconds: float, trains: bool) -> float | None:
-        """Take in a number of things of a kind. Returns the seconds that training has added to them; None while that is unknown."""
-        means = self._means.setdefault(kind, [[0.0, 0.0], [0.0, 0.0]])
-        means[trains] = [KEEP * old + new for old, new in zip(means[trains], (number, seconds), strict=True)]
-        (n, without), (m, beside) = means
-        return number * (beside / m - without / n) if trains and n and m else None
-
-
 class Costs:
-    """What rounds of training add to a run: engine steps and learning take longer while one runs, and learning ends with it."""
+    """What rounds of training add to a run: engine steps take longer while one runs, and so does learning, which waits for its end."""
 
     def __init__(self) -> None:
-        self._beside, self._steps, self._rounds = Beside(), 0, 0
-        self._last, self._step_s = 0.0, 0.0
-        self._round_s: float | None = None
+        self._sums: dict[
+            object, list[list[float]]
+        ] = {}  # of each kind of work: number and seconds, without training and with it
+        self._steps, self._rounds, self._uncharged, self._step_s = 0, 0, 0, 0.0
 
-    def step(self, trains: bool, engine_steps: Mapping[int, Iterable[StepTotal]], seconds: Mapping[str, float]) -> None:
+    def step(self, trains: bool, engine_steps: Mapping[int, Sequence[StepTotal]], seconds: Mapping[str, float]) -> None:
         """Take in a step. trains: a round ran meanwhile. engine_steps: by engine. seconds: of its phases and the whole."""
         self._steps += 1
         if self._steps == 1:  # processes warm up
             return
-        added = [self._beside.added("learn", 1, seconds["learn"], trains)]
-        for engine, totals in engine_steps.items():
-            slower = [
-                self._beside.added((engine, *total[:3]), total.num_steps, total.seconds, trains)
-                for total in totals
-                if total.kind != "prompts"
-            ]
-            added += [one / len(engine_steps) for one in slower if one is not None]
+        for sums in self._sums.values():
+            sums[trains] = [KEEP * old for old in sums[trains]]
+        self._add("learn", 1, seconds["learn"], trains)
+        for engine, totals in engine_steps.items():  # which run side by side
+            for total in (total for total in totals if total.kind != "prompts"):
+                share = 1 / len(engine_steps)
+                self._add((engine, *total[:3]), share * total.num_steps, share * total.seconds, trains)
         self._step_s = KEEP * self._step_s + (1 - KEEP) * seconds["step"] if self._step_s else seconds["step"]
-        self._rounds += trains
-        self._last = 0.0
-        if trains and added[0] is not None:
-            self._last = max(0.0, sum(one for one in added if one is not None))
-            self._round_s = self._last if self._round_s is None else KEEP * self._round_s + (1 - KEEP) * self._last
+        self._rounds, self._uncharged = self._rounds + trains, self._uncharged + trains
 
     def spent(self, elapsed: float) -> Spent:
-        """elapsed: seconds of the run so far."""
-        return Spent(self._last, self._round_s, self._rounds, self._step_s, elapsed)
+        """Return what is known, and charge for the rounds since the last call. elapsed: seconds of the run so far."""
+        round_s, last = self._round_s, 0.0
+        if round_s is not None:
+            last, self._uncharged = round_s * self._uncharged, 0
+        return Spent(last, round_s, self._rounds, self._step_s, elapsed)
+
+    @property
+    def _round_s(self) -> float | None:
+        """Seconds that a round adds to a step, in the mean: what its work took, less what as much took without training."""
+        without, beside = self._sums.get("learn", [[0.0], [0.0]])
+        if not (without[0] and beside[0]):
+            return None
+        added = [with_s - m * (without_s / n) for (n, without_s), (m, with_s) in self._sums.values() if n]
+        return max(0.0, sum(added) / beside[0])
+
+    def _add(self, kind: object, number: float, seconds: float, trains: bool) -> None:
+        sums = self._sums.setdefault(kind, [[0.0, 0.0], [0.0, 0.0]])[trains]
+        sums[:] = sums[0] + number, sums[1] + seconds
 
 
 class DrafterTraining:
@@ -90,7 +86,7 @@ class DrafterTraining:
         """Wait for the end of the round."""
         self._reactor.until(lambda: not self.left)
 
-    def measure(self, engine_steps: Mapping[int, Iterable[StepTotal]], seconds: Mapping[str, float]) -> None:
+    def measure(self, engine_steps: Mapping[int, Sequence[StepTotal]], seconds: Mapping[str, float]) -> None:
         """Take in what a step took once it has ended: see Costs.step."""
         self.costs.step(self._runs, engine_steps, seconds)
         self._runs, self._began = self._began, False

@@ -85,13 +85,15 @@ def test_a_round_costs_what_steps_and_learning_take_longer_beside_it() -> None:
     spent = costs.spent(44.0)
     assert (spent.last, spent.round, spent.rounds, spent.elapsed) == (0.0, None, 2, 44.0)
     step(False, 0.04, 2.0, batch=6)
-    assert costs.spent(64.0).round is None and costs.spent(64.0).last == 0.0
+    spent, added = costs.spent(64.0), 50 * 0.01 + 1.0
+    assert spent.round == pytest.approx(added) and spent.last == pytest.approx(2 * added), "also of the rounds before"
+    assert 20 < spent.step < 21 and spent.rounds == 2
+    assert costs.spent(64.0).last == 0.0
     step(True, 0.05, 3.0, batch=7)
-    spent = costs.spent(85.0)
-    assert spent.last == spent.round == pytest.approx(50 * 0.01 + 1.0) and spent.rounds == 3
-    assert 20 < spent.step < 21
+    assert costs.spent(85.0).last == pytest.approx(added)
     for _ in range(60):
         step(True, 0.06, 4.0)
     assert costs.spent(0.0).round == pytest.approx(50 * 0.02 + 2.0, rel=0.02), "what was measured long ago is forgotten"
-    step(True, 0.01, 1.0)
-    assert costs.spent(0.0).last >= 0.0
+    for _ in range(60):
+        step(True, 0.01, 1.0)
+    assert costs.spent(0.0).round == 0.0
