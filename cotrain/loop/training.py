@@ -18,9 +18,8 @@ class Costs:
     """What rounds of training add to a run: engine steps take longer while one runs, and so does learning, which waits for its end."""
 
     def __init__(self) -> None:
-        self._sums: dict[
-            object, list[list[float]]
-        ] = {}  # of each kind of work: number and seconds, without training and with it
+        self._sums: dict[object, list[list[float]]] = {}
+        """Of each kind of work, how often it was done and in how many seconds, without training and with it."""
         self._steps, self._rounds, self._uncharged, self._step_s = 0, 0, 0, 0.0
 
     def step(self, trains: bool, engine_steps: Mapping[int, Sequence[StepTotal]], seconds: Mapping[str, float]) -> None:
@@ -70,15 +69,12 @@ class DrafterTraining:
         self.left = 0  # updates that are still to be made; one of them is under way
         self.rows: list[dict[str, float]] = []  # of the updates whose metrics no step has taken; saved in checkpoints
         self.costs = Costs()
-        self._began, self._runs = (
-            False,
-            False,
-        )  # whether a round began in this step, and in the one before, whose round runs in this one
+        self._begun, self._runs = False, False  # whether a round began in this step, and in the one before
 
     def begin(self, step: int) -> None:
         """Start a round of drafter.updates_per_step updates. Updates that are left of an earlier round are dropped."""
         is_idle = not self.left
-        self._step, self.left, self._began = step, self._round, True
+        self._step, self.left, self._begun = step, self._round, True
         if is_idle:
             self._go_on()
 
@@ -89,7 +85,7 @@ class DrafterTraining:
     def measure(self, engine_steps: Mapping[int, Sequence[StepTotal]], seconds: Mapping[str, float]) -> None:
         """Take in what a step took once it has ended: see Costs.step."""
         self.costs.step(self._runs, engine_steps, seconds)
-        self._runs, self._began = self._began, False
+        self._runs, self._begun = self._begun, False
 
     def metrics(self) -> dict[str, float]:
         """Means over the updates since the last call, with their total time as drafter/train_s; empty if there were none."""

@@ -57,9 +57,8 @@ class Outcome:
     swap: SwapReport | None = None  # the swap, when there was one: the publisher fills it in
     trains: bool = False  # whether the drafter is to be trained on this step's rollouts
     waits: str = ""  # why it is not, where that is a decision
-    lengths: tuple[float, float] | None = (
-        None  # acceptance length of the serving drafter and of the candidate, if they were compared
-    )
+    lengths: tuple[float, float] | None = None
+    """Acceptance length of the serving drafter and of the candidate, if they were compared."""
 
     @property
     def promised(self) -> dict[str, float]:

@@ -27,9 +27,7 @@ class Spent:
     """Seconds of a run, as measured."""
 
     last: float = 0.0  # that a round has added to the last step
-    round: float | None = (
-        None  # that a round adds to a run, in the mean; None until steps with and without one were measured
-    )
+    round: float | None = None  # that a round adds, in the mean; None until steps with and without one were measured
     rounds: int = 0  # that were measured
     step: float = 0.0  # of a whole step, in the mean
     elapsed: float = 0.0  # of the run so far
@@ -78,10 +76,8 @@ class Investment:
             self.exposed = KEEP * self.exposed + self.served - 1
         if candidate is not None:
             if self.candidate is not None and rounds:
-                self.gains = [
-                    *self.gains[1 - MOST_GAINS :],
-                    (self.candidate, (candidate - served - self.lead) / rounds),
-                ]
+                gain = (candidate - served - self.lead) / rounds
+                self.gains = [*self.gains[1 - MOST_GAINS :], (self.candidate, gain)]
             self.lead = candidate - served
         self.served, self.candidate = served, served + self.lead
 
