@@ -100,11 +100,11 @@ class Investment:
         line, plans = self._line(), {*(n for n in ROUNDS if n < left), left}
         never = self._seconds(prices, left, 0, line)
         saves = max((never - self._seconds(prices, left, n, line)) / n for n in plans)
-        within = self.invested + spent.round <= CAP * (spent.elapsed + left * spent.step)
+        invested, most = self.invested + spent.round, CAP * (spent.elapsed + left * spent.step)
         reason = f"a round costs {spent.round:.2g} s and would save {saves:.2g} s"
-        if saves > spent.round and not within:
-            reason += f", but {self.invested:.2g} s were invested and have not returned"
-        return Verdict(saves > spent.round and within, reason, returned, spent.round, saves)
+        if saves > spent.round and invested > most:
+            reason += f", but then {invested:.2g} s were invested and not returned, of {most:.2g} s at most"
+        return Verdict(saves > spent.round and invested <= most, reason, returned, spent.round, saves)
 
     @property
     def drift(self) -> float:

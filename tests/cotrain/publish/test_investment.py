@@ -61,7 +61,7 @@ def test_rounds_begin_until_their_cost_is_known_and_end_before_the_run() -> None
 def test_what_has_not_returned_is_bounded() -> None:
     known = Spent(round=0.01, rounds=3, step=1.0, elapsed=50.0)
     refused = decide(50, known, invested=1.5)
-    assert not refused.trains and "1.5 s were invested and have not returned" in refused.reason
+    assert not refused.trains and "but then 1.5 s were invested and not returned, of 1.5 s at most" in refused.reason
     assert decide(50, known, invested=1.4).trains
     costly = decide(50, replace(known, round=5.0))
     assert not costly.trains and costly.reason == f"a round costs 5 s and would save {costly.saves:.2g} s"

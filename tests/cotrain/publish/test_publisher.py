@@ -12,6 +12,7 @@ import pytest
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm, DrafterAlarm
 from cotrain.publish.evidence import FreshScores
+from cotrain.publish.investment import Spent
 from cotrain.publish.publisher import Publisher, PublisherSpec
 from cotrain.records import GainReport, RolloutBatch, WeightPayload
 from tests.cotrain.publish.simulated import sample_rollouts, score
@@ -171,6 +172,35 @@ def test_a_publication_is_taken_to_serve_as_long_as_the_one_before(new_publisher
         tokens = sum(len(r.token_ids) for r in world.generate(2 if samples == 4 else 3).rollouts)
         saved.append(share / (tokens * 0.05))
     assert saved == pytest.approx([2, 3], rel=1e-6)
+
+
+def test_training_waits_while_a_round_costs_more_than_it_would_save(new_publisher: Any) -> None:
+    """Waiting is no lag, however long; a run that is resumed knows what rounds have brought."""
+    world = World(-1.0, learns=0.3)
+    publisher, costly = (
+        new_publisher(world, updates_per_step=1),
+        Spent(round=2000.0, rounds=3, step=50.0, elapsed=100.0),
+    )
+
+    def evaluate(publisher: Publisher, step: int, spent: Spent) -> Any:
+        batch = world.generate(step)
+        world.current.record_policy(None, step - 1)
+        outcome = publisher.evaluate(step, batch, spent)
+        if outcome.trains:
+            world.train(step, 1)
+        return outcome
+
+    first = [evaluate(publisher, step, replace(costly, round=0.01)) for step in range(1, 5)]
+    assert all(outcome.trains and not outcome.waits for outcome in first) and world.serving > 0
+    later = [evaluate(publisher, step, costly) for step in range(5, 20)]
+    assert not any(outcome.trains or outcome.failure for outcome in later)
+    assert all(outcome.waits.startswith("drafter waits: a round costs 2e+03 s and would save ") for outcome in later)
+    assert later[-1].metrics["time/round_costs_s"] == 2000 > later[-1].metrics["time/round_saves_s"] > 0
+    assert sum(outcome.metrics["time/training_return_s"] for outcome in later) > 0
+    resumed, always = new_publisher(world), new_publisher(world, train_when="always")
+    resumed.load_state(json.loads(json.dumps(publisher.state())))
+    assert resumed._investment.invested == publisher._investment.invested != 0
+    assert evaluate(always, 20, costly).trains
 
 
 def test_each_training_round_makes_one_candidate(new_publisher: Any) -> None:
