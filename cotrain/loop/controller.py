@@ -223,11 +223,10 @@ class Controller:
     def _learn(
         self, step: int, scored: list[ScoredRollout], batch: RolloutBatch, clock: Clock
     ) -> tuple[Outcome | None, dict[str, float], WeightPayload | None]:
-        """Update the policy. Meanwhile, score the drafters, decide which one serves, and train the drafter.
+        """Update the policy. Meanwhile, score the drafters and decide which one serves. Then begin to train the drafter, if that pays.
 
-        With lag, the drafter's training continues during the next step. Returns the decision, the metrics of all learning, and
-        the file of the new weights, which is written and checked while the drafter still trains. Raises DrafterAlarm, once recorded, if one
-        ends the run.
+        Training continues during the next step; without lag, drafters are scored only once it has ended. Returns the decision,
+        the metrics of all learning, and the file of the new weights. Raises DrafterAlarm, once recorded, if one ends the run.
         """
         policy, drafter, publisher = self.roles.policy, self.roles.drafter, self.roles.publisher
         update = policy.begin_update(scored) if self.config.policy.train else None
