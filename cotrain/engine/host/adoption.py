@@ -51,10 +51,7 @@ def configured(original: Callable[..., Any], args: Any, *rest: Any, **options: A
         check_config(config)
         setattr(config.scheduler_config, MARK, True)
         config.scheduler_config.get_scheduler_cls()  # runs the plugin's hook: if it fails, the engine is not adopted
-        # It counts as an engine that lives, so that its first drafter stays until it is loaded.
-        weakref.finalize(config, spool.join(config.instance_id).close)
-        if not spool.is_alive():
-            raise NotAdopted(f"the trainer of {spool.folder} has just ended: start it again")
+        _claim(spool, config)
         log.info("cotrain: this engine of %s drafts with what the trainer of %s trains", args.model, spool.folder)
         _tell(args.model, None)
         return config
@@ -112,6 +109,13 @@ def check_config(vllm_config: Any) -> None:
         raise NotAdopted(f"it does not generate text but is for {model.runner_type}")
     if (num_ranks := parallel.world_size * parallel.data_parallel_size) != 1:
         raise NotAdopted(f"it has {num_ranks} ranks: only an engine on a single device can be adopted")
+
+
+def _claim(spool: Spool, config: Any) -> None:
+    """Show that an engine lives, so that its first drafter stays until it is loaded. Raises NotAdopted if the trainer has ended."""
+    weakref.finalize(config, spool.join(config.instance_id).close)
+    if not spool.is_alive():
+        raise NotAdopted(f"the trainer of {spool.folder} has just ended: start it again")
 
 
 def scheduler_class(original: Callable[..., Any], scheduler_config: Any) -> Any:
