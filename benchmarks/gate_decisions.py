@@ -188,7 +188,7 @@ def decisions(config: RunConfig, steps: Sequence[tuple[list, object]], args: arg
             prompts = [record.prompt_key for record in records]
             scores = FreshScores(prompts, by_step[args.serving][trial], candidate, updates=1, served_by=[])
             outcome = Outcome(Publication(0, swap_seconds=0.2))
-            judge(Evidence(trial, batch, Versions(0, 0), outcome.serving, scores), gated, outcome)
+            judge(Evidence(trial, batch, Versions(0, 0), outcome.serving, scores), gated, outcome, left=1)
             [found] = outcome.events
             gain, bound = (found.numbers.get(f"gate/{name}", math.nan) for name in ("gain", "lower_bound"))
             truth = lengths[name] - lengths[args.serving] if drafter is None else None

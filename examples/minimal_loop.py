@@ -107,8 +107,8 @@ async def improve_drafter(config: RunConfig, roles: Roles, batch: RolloutBatch, 
     assert config.drafter is not None
     serving, trainer, versions = roles.serving, roles.trainer, roles.engine.versions
     scores, _ = trainer.take_in(batch.features, versions.drafter, (), serving.judged_update)
-    outcome = Outcome(serving)
-    judge(Evidence(step, batch, versions, serving, scores.gathered or scores), config.drafter, outcome)
+    outcome, left = Outcome(replace(serving, served=serving.served + 1)), max(1, config.steps - step)
+    judge(Evidence(step, batch, versions, serving, scores.gathered or scores), config.drafter, outcome, left)
     roles.serving = outcome.serving
     if outcome.events and outcome.events[-1].kind == "published":
         version = trainer.publish()
