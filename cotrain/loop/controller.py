@@ -75,14 +75,13 @@ class Controller:
         self.producer = Producer(config, roles, prompts, records.events, state)
         self._checkpoints = Checkpoints(config, run_dir, roles)
         self.checks = Checks(config, roles, records.console, state)
-        self._training = (
-            DrafterTraining(config, roles.drafter, roles.reactor, records.events) if roles.drafter else None
-        )
+        self._training: DrafterTraining | None = None
+        if roles.drafter is not None:
+            updates = state.drafting["updates"] if state.drafting is not None else ()
+            self._training = DrafterTraining(config, roles.drafter, roles.reactor, records.events, updates)
         self._heads: list[Reply[None]] = []  # the call in which the trainer reads the policy's head
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
-            if self._training is not None:
-                self._training.rows = state.drafting["updates"]
 
     def run(self, stop_requested: Callable[[], bool] = lambda: False) -> bool:
         """Run all remaining steps. Returns False if stop_requested ended it before; the run is saved either way.

@@ -19,7 +19,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._sums: dict[object, list[list[float]]] = {}
-        """Of each kind of work, how often it was done and in how many seconds, without training and with it."""
+        """How often each kind of work was done, and in how many seconds, without training and with it."""
         self._steps, self._rounds, self._uncharged, self._step_s = 0, 0, 0, 0.0
 
     def step(self, trains: bool, engine_steps: Mapping[int, Sequence[StepTotal]], seconds: Mapping[str, float]) -> None:
@@ -61,13 +61,21 @@ class Costs:
 class DrafterTraining:
     """Keeps the drafter trainer busy. Each update is a call of its own, so that no other call waits for a whole round."""
 
-    def __init__(self, config: RunConfig, trainer: Drafter, reactor: Reactor, events: RowFile):
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Drafter,
+        reactor: Reactor,
+        events: RowFile,
+        rows: Sequence[dict[str, float]] = (),
+    ):
+        """rows: what `rows` was when the run was saved."""
         assert config.drafter is not None
         self._round = config.drafter.updates_per_step
         self._trainer, self._reactor, self._events = trainer, reactor, events
         self._step = 0
         self.left = 0  # updates that are still to be made; one of them is under way
-        self.rows: list[dict[str, float]] = []  # of the updates whose metrics no step has taken; saved in checkpoints
+        self.rows = [*rows]  # of the updates whose metrics no step has taken; saved in checkpoints
         self.costs = Costs()
         self._begun, self._runs = False, False  # whether a round began in this step, and in the one before
 
