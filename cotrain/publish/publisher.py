@@ -99,7 +99,7 @@ class Publisher:
             self._switch_off(outcome)
         elif outcome.events and outcome.events[-1].kind in ("published", "rolled back"):
             self._swap(outcome)
-        if outcome.trains and spent is not None and expected is not None:
+        if spent is not None and expected is not None and spec.drafter.train and outcome.failure is None:
             self._invest(evidence, outcome, spent)
         kinds = {event.kind for event in outcome.events}
         metrics["drafter/published"] = float("published" in kinds)
@@ -109,7 +109,7 @@ class Publisher:
         return outcome
 
     def _invest(self, evidence: Evidence, outcome: Outcome, spent: Spent) -> None:
-        """Decide whether a round of training pays, if that is what drafter.train_when asks for."""
+        """Note what the step showed, and decide whether a round of training pays, if one is due and drafter.train_when asks for it."""
         assert evidence.expected is not None
         investment, served = self._investment, evidence.expected
         before, candidate = outcome.lengths or (served.longest, None)
@@ -123,7 +123,7 @@ class Publisher:
         outcome.metrics |= {"time/training_cost_s": spent.last, "time/training_return_s": verdict.returned}
         known = {"time/round_costs_s": verdict.costs, "time/round_saves_s": verdict.saves}
         outcome.metrics |= {name: seconds for name, seconds in known.items() if seconds is not None}
-        if self._spec.drafter.train_when == "pays" and not verdict.trains:
+        if outcome.trains and self._spec.drafter.train_when == "pays" and not verdict.trains:
             outcome.trains, outcome.waits = False, f"drafter waits: {verdict.reason}"
             self.serving = replace(self.serving, unjudged=0)
 

@@ -203,6 +203,20 @@ def test_training_waits_while_a_round_costs_more_than_it_would_save(new_publishe
     assert evaluate(always, 20, costly).trains
 
 
+def test_what_a_round_has_brought_is_known_where_none_is_due_in_the_step_that_judges_it(new_publisher: Any) -> None:
+    world, cheap = World(-1.0, learns=0.3), Spent(last=0.5, round=0.01, rounds=3, step=50.0, elapsed=100.0)
+    publisher = new_publisher(world, updates_per_step=1, train_every=2)
+    for step in range(1, 6):
+        batch = world.generate(step)
+        world.current.record_policy(None, step - 1)
+        outcome = publisher.evaluate(step, batch, cheap)
+        assert outcome.trains == (step % 2 == 0) and not outcome.waits
+        if outcome.trains:
+            world.train(step, 1)
+    assert len(publisher._investment.gains) == 2 and publisher._investment.ahead > 0
+    assert "time/training_cost_s" in outcome.metrics, "rounds are charged in every step"
+
+
 def test_each_training_round_makes_one_candidate(new_publisher: Any) -> None:
     world = World(GOOD, learns=-1.0)
     rows = run(new_publisher(world, train_every=3), world, range(1, 9))
