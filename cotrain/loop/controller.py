@@ -169,8 +169,6 @@ class Controller:
             with clock.phase("checkpoint"):
                 if self._training is not None and not self.config.stream.max_policy_lag:
                     self._training.finish()  # a checkpoint has whole rounds, so that a resumed run goes on exactly
-                    if step == self.config.steps:
-                        learned |= self._training.metrics()
                 self._checkpoints.begin(self._snapshot())
                 if last:  # no step follows in which the roles could write
                     self._checkpoints.wait()

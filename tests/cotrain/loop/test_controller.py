@@ -210,6 +210,24 @@ def test_three_steps_and_a_resume_equal_six_in_one_go(start: Any) -> None:
     )
 
 
+def test_a_finished_run_that_is_extended_records_the_rounds_of_one_that_was_planned_so(start: Any) -> None:
+    """The last round of a run ends with it, and its metrics are those of the step after, as of every round."""
+
+    def updates(controller: Controller) -> list[tuple[int, int]]:
+        rows = read_rows(controller.run_dir.metrics)
+        return [(row["step"], row["drafter/updates"]) for row in rows if "drafter/updates" in row]
+
+    planned = start(World(GOOD), name="planned", steps=6)
+    planned.run()
+    first = start(World(GOOD), name="extended", steps=3)
+    first.run()
+    first.run_dir.close()
+    extended = start(World(GOOD), name="extended", steps=6)
+    extended.roles.engines.world.step = 3
+    extended.run()
+    assert updates(extended) == updates(planned) == [(step, 1) for step in range(2, 7)]
+
+
 def test_rollouts_of_another_law_are_an_alarm(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(GOOD)
     controller = start(world, lossless={"every": 2, "max_share": 1.0})
