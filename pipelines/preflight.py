@@ -120,7 +120,16 @@ def find_problems(
             model = resolve_model(config.policy.model)
     except ValueError as error:
         problems.append(str(error))
-    problems += _problems(_check_data, config, model, quick)
+    problems += _problems(
+        _check_data, config, "rollout.prompts_per_step", config.rollout.prompts_per_step, model, quick
+    )
+    if train and config.validation is not None:
+        held_out = config.on_validation()
+        found = _problems(_check_data, held_out, "validation.num_prompts", config.validation.num_prompts, model, quick)
+        found += _problems(load_reward, held_out.task.reward) if isinstance(held_out.task, DatasetTask) else []
+        if held_out.task.num_scorers > 1:
+            found.append("task.num_scorers: a single process scores held-out responses; leave it out")
+        problems += [re.sub(r"\btask\.", "validation.task.", problem) for problem in found]
     if model is None:
         return problems
     problems += _problems(_check_model, config, model)
@@ -170,16 +179,16 @@ def _check_device(config: RunConfig) -> None:
         place(config, [gpus])
 
 
-def _check_data(config: RunConfig, model: Path | None, quick: bool) -> None:
-    """The data is there, prompts fill a step and, if the model is there, can be encoded. quick: nothing is fetched."""
-    data, wanted = config.task, config.rollout.prompts_per_step
+def _check_data(config: RunConfig, field: str, wanted: int, model: Path | None, quick: bool) -> None:
+    """The data is there, has as many prompts as a field wants and, if the model is there, they can be encoded. quick: nothing is fetched."""
+    data = config.task
     if quick and isinstance(data, DatasetTask) and not is_file_or_folder(data.path):
         return
     task = build_task(data, config.seed, model, config.rollout.max_prompt_tokens)
     if wanted > len(task):
         more = "raise task.size" if isinstance(data, ReasoningGymTask) else "add rows to task.path"
         few = f"{wanted} is more than the {len(task)} prompts of the task"
-        raise ValueError(f"rollout.prompts_per_step: {few}; lower it, or {more}")
+        raise ValueError(f"{field}: {few}; lower it, or {more}")
 
 
 def _check_run_root(config: RunConfig) -> None:

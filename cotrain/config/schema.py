@@ -292,6 +292,24 @@ class ReasoningGymTask(TaskConfig):
     """Number of distinct problems."""
 
 
+AnyTask = Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
+
+
+class ValidationConfig(Section):
+    """Prompts that the policy is scored on as it trains, and is not trained on."""
+
+    task: AnyTask
+    """Prompts and rewards. A reasoning_gym task has other problems than the run's."""
+    every: PositiveInt = 10
+    """Score in every n-th step, and in the last."""
+    num_prompts: PositiveInt = 64
+    """Prompts to score on, the first ones of the task."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt."""
+    temperature: NonNegativeFloat = 0.0
+    """Of these responses. 0: the likeliest tokens. Others are drawn with rollout.top_p and rollout.top_k."""
+
+
 class MonitorConfig(Section):
     """Checks on the run's own rollouts that speculation does not change the sampled distribution. The first check runs in the
     first step with enough speculated tokens."""
@@ -349,8 +367,9 @@ class RunConfig(Section):
     """Folder of all runs. Default: the environment variable COTRAIN_RUN_ROOT, or runs."""
     policy: PolicyConfig
     """The policy and its learner."""
-    task: Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
+    task: AnyTask
     """Prompts and rewards."""
+    validation: ValidationConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     stream: StreamConfig = StreamConfig()
     drafter: DrafterConfig | None = None
@@ -362,6 +381,11 @@ class RunConfig(Section):
     @property
     def model(self) -> str:
         return self.policy.model
+
+    def on_validation(self) -> "RunConfig":
+        """Return this run on the prompts of [validation], which it must have, with another seed."""
+        assert self.validation is not None
+        return self.model_copy(update={"task": self.validation.task, "seed": self.seed + 1, "validation": None})
 
     @property
     def sampling(self) -> str:

@@ -27,3 +27,4 @@ class Roles:
     reactor: Reactor
     nodes: Nodes
     current: CurrentWeights
+    validation: Rewards | None = None  # scores responses to the prompts of [validation]

@@ -18,6 +18,7 @@ def roles_of(config: RunConfig) -> list[str]:
         "policy": config.policy.num_processes,
         "drafter": config.drafter is not None,
         "rewards": config.task.num_scorers,
+        "validation": config.validation is not None,
     }
     for role, number in numbers.items():
         roles += [role] if number == 1 else [f"{role}_{i}" for i in range(number)]

@@ -19,6 +19,7 @@ ETA_WINDOW = 10  # number of recent steps from which the time left is estimated;
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("time/step_s", "{:.1f}s"),
     ("policy/reward", "reward {:.2f}"),
+    ("validation/reward", "validation {:.2f}"),
     ("lag", "lag {:.1f}"),
     ("rollout/response_length", "len {:.0f}"),
     ("rollout/acceptance_length", "accept {:.2f}"),

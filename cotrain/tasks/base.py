@@ -16,7 +16,7 @@ Task = ReasoningGymProblems | list[Prompt]
 """A fixed sequence of prompts, which are the same at every call and in every process."""
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def build_task(
     config: ReasoningGymTask | DatasetTask, seed: int, model: Path | None = None, max_prompt_tokens: int = 0
 ) -> Task:

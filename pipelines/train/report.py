@@ -19,6 +19,7 @@ STAGES = {
     "lossless": "check of losslessness",
     "learn": "policy and drafter training",
     "swap_policy": "policy swap",
+    "validation": "validation",
     "checkpoint": "checkpoint",
 }
 DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
@@ -45,8 +46,9 @@ def run_sections(run: RunRecord) -> Iterator[Section]:
         table.columns = ["step", "decision", "drafter that serves next", "why"]
         yield Section("Latest decisions about the drafter", "All are in decisions.jsonl.", table)
     if not run.is_sidecar:  # a sidecar sees neither rewards nor what else its host does
-        reward, length = {"reward": run.column("policy/reward")}, {"length": run.column("rollout/response_length")}
-        yield line_section("Reward", "mean reward", "Mean reward of each step's rollouts.", reward)
+        reward = {"rollouts": run.column("policy/reward"), "validation": run.column("validation/reward")}
+        length = {"length": run.column("rollout/response_length")}
+        yield line_section("Reward", "mean reward", "Mean reward of each step's rollouts, and of [validation].", reward)
         yield line_section("Response length", "tokens", "Mean length of a step's responses.", length)
         yield from _time(run)
 
@@ -80,6 +82,11 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
     if not run.is_sidecar:
         thirds = "(mean of the first and the last third; higher is better)"
         facts["reward"] = f"{_from_to(run, 'policy/reward')}   {thirds}"
+        if "validation/reward" in run.metrics:
+            error = run.column("validation/reward_error").dropna().iloc[-1]
+            facts["validation"] = (
+                f"{_from_to(run, 'validation/reward')} +- {error:.2f}   (of the prompts of [validation])"
+            )
     if not run.speculates:
         return facts
     # Weighted, because a step with a dozen verification steps says little.

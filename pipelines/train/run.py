@@ -8,7 +8,7 @@ from typing import Any
 from cotrain.actors.drafter import start_drafter
 from cotrain.actors.engines import HISTORY, RolloutEngines
 from cotrain.actors.policy import start_policy
-from cotrain.actors.rewards import start_scorers
+from cotrain.actors.rewards import start_scorers, start_validation
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
@@ -58,6 +58,7 @@ def start_roles(
     checkpoint = run_dir.checkpoint(state.step)
     current = CurrentWeights(versions, config.stream.max_policy_lag)
     reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), start_scorers(cluster, nodes, config)
+    validation = start_validation(cluster, nodes, config)
     engines = RolloutEngines(cluster, nodes, config, current, reactor.add)
     if config.drafter is not None:
         folder = run_dir.path / "drafter_init"
@@ -89,7 +90,7 @@ def start_roles(
         current.record_drafter(drafter.write_payload(scratch / DRAFTER_FILE, versions.drafter), versions.drafter)
         spec = PublisherSpec(config.drafter, config.steps)
         publisher = Publisher(spec, drafter, engines, scratch, current)
-    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current), opened
+    return tokenizer, Roles(engines, rewards, policy, drafter, publisher, reactor, nodes, current, validation), opened
 
 
 def run_steps(controller: Controller, stop_requested: Callable[[], bool]) -> bool:

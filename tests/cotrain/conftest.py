@@ -63,6 +63,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(simulated_roles.Engines(world), [Rewards()], *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
+        roles.validation = Rewards() if config.validation is not None else None
         files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]

@@ -55,6 +55,16 @@ class Engines:
         own = self.batch.rollouts[place * SAMPLES : (place + 1) * SAMPLES]
         return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], None, 0.0, 0)
 
+    def generate(self, requests: list[RolloutRequest], **sampling: Any) -> list[SimpleNamespace]:
+        """As many tokens as the request has a number, of which every third response is cut off."""
+        earlier = getattr(self, "validated", [])
+        self.validated = [*earlier, (self.world.current.versions.policy, len(requests), sampling)]
+        lengths = [3 * int(request.prompt_id.split("-")[-1] or 0) + request.sample_index for request in requests]
+        return [
+            SimpleNamespace(text=str(n), token_ids=[0] * n, finish_reason="stop" if n % 3 else "length")
+            for n in lengths
+        ]
+
     def call_all(self, method: Any) -> dict[int, Window]:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
 

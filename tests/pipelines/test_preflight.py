@@ -121,6 +121,18 @@ def test_dataset_without_the_column_lists_the_columns(build, tmp_path: Path) -> 
     assert line.startswith("task.path: no file")
 
 
+def test_problems_of_held_out_prompts_name_their_own_fields(build, tmp_path: Path) -> None:
+    held_out = ["validation.task.type=reasoning_gym", "validation.task.name=chain_sum", "validation.task.size=8"]
+    assert find_problems(build(*held_out, "validation.num_prompts=8")) == []
+    [line] = problems(build(*held_out, "validation.num_prompts=9"))
+    assert line.startswith("validation.num_prompts: 9 is more than the 8 prompts of the task; lower it, or raise valid")
+    [line] = problems(build(*held_out, "validation.num_prompts=8", "validation.task.num_scorers=2"))
+    assert line.startswith("validation.task.num_scorers: a single process")
+    data = ["validation.task.type=dataset", f"validation.task.path={tmp_path}/none.jsonl", "validation.task.reward=no"]
+    lines = problems(build(*data))
+    assert [line.partition(":")[0] for line in lines] == ["validation.task.path", "validation.task.reward"]
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """A dataset of eight good rows."""

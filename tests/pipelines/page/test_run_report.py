@@ -44,6 +44,14 @@ def test_headline_facts(full: Path) -> None:
     assert ", 12 steps in 6m, 12,000 tokens generated\n" in head.text
 
 
+def test_held_out_rewards_are_told_and_drawn(tmp_path: Path) -> None:
+    scored = {"validation__reward": 0.25, "validation__reward_error": 0.05}, {"validation__reward": 0.5}
+    rows = [row(1), row(2, **scored[0]), row(3), row(4, **scored[1], validation__reward_error=0.04)]
+    folder = write_run(tmp_path / "run", rows)
+    assert facts(folder)["validation"].startswith("0.25 -> 0.50 +- 0.04   (")
+    assert "validation: 0.25 first, 0.50 last" in plots(folder)["reward"].numbers
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
