@@ -53,7 +53,7 @@ class Engines:
         if not place:
             self.batch = self.world.generate(self.world.step + 1)
         own = self.batch.rollouts[place * SAMPLES : (place + 1) * SAMPLES]
-        return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], None, 0.0, 0)
+        return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], 0.0, 0)
 
     def call_all(self, method: Any) -> dict[int, Window]:
         return {i: Window(gain, [StepTotal(3, 8, "steady", 10, 160, 0.5)]) for i, gain in enumerate(self.gains)}
