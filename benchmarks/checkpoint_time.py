@@ -41,7 +41,7 @@ def rollout(number: int) -> ScoredRollout:
     """A rollout of random tokens."""
     versions, tokens = Versions(0, 0), torch.randint(1000, (TOKENS,)).tolist()
     one = Rollout(
-        str(number), 0, tokens[:-RESPONSE], tokens[-RESPONSE:], [-1.0] * RESPONSE, "", "stop", versions, None, (),
+        str(number), 0, tokens[:-RESPONSE], tokens[-RESPONSE:], [-1.0] * RESPONSE, "", "stop", versions, (),
         (Segment(versions, 0, RESPONSE),),
     )  # fmt: skip
     return ScoredRollout(one, 0.0, 1.0 - 2 * (number % 2))

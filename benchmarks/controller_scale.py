@@ -83,10 +83,9 @@ def answer(what: list[Any]) -> Any:
         return [1.0] * len(what)
     now = Versions(0, 0)
     rollouts = [
-        Rollout(r.prompt_id, r.sample_index, r.prompt_token_ids, TOKENS, LOG_PROBS, "x", "stop", now, None)
-        for r in what
+        Rollout(r.prompt_id, r.sample_index, r.prompt_token_ids, TOKENS, LOG_PROBS, "x", "stop", now) for r in what
     ]
-    return RolloutBatch(rollouts, [], None, 1.0, len(TOKENS) * len(rollouts))
+    return RolloutBatch(rollouts, [], 1.0, len(TOKENS) * len(rollouts))
 
 
 class Engines:
@@ -175,7 +174,7 @@ def time_tokens(seed: int) -> None:
         last = next(n for n, end in enumerate(accumulate(1 + accepted for _, accepted in steps)) if end >= 8191)
         earlier = (Segment(Versions(2, 1), 0, 1000),)
         ids, taken = [5] * 8192, tuple(steps[: last + 1])
-        rollouts.append(Rollout("p", i, [1], ids, [-1.0] * 8192, "", "stop", Versions(3, 1), None, taken, earlier))
+        rollouts.append(Rollout("p", i, [1], ids, [-1.0] * 8192, "", "stop", Versions(3, 1), taken, earlier))
     print("\n| metric | ns CPU a token |\n|---|---|")
     for name, compute in (("lags", lambda: lag_metrics(rollouts, 3)), ("depths", lambda: counts_by_depth(rollouts))):
         began = time.process_time()

@@ -171,7 +171,7 @@ def share_of(name: str, overrides: list[str]) -> float:
     """Share of a step's rollouts that a run taps from its second step on."""
     config = load_config([Path(name.split(",")[0])], overrides)
     versions, lengths = Versions(0, 0), lengths_up_to(config.rollout.max_new_tokens, config.rollout.rollouts_per_step)
-    rollouts = [Rollout("", 0, [0] * 100, [0] * length, [], "", "stop", versions, None) for length in lengths]
+    rollouts = [Rollout("", 0, [0] * 100, [0] * length, [], "", "stop", versions) for length in lengths]
     return tap_share(config, [ScoredRollout(rollout, 0.0, 0.0) for rollout in rollouts])
 
 

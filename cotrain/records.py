@@ -1,6 +1,7 @@
 """Plain data that crosses process boundaries. Imports no torch, no vLLM and no Ray."""
 
 import hashlib
+from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -57,36 +58,27 @@ def derived_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationCounts:
-    """Draft and acceptance counts of one rollout or one step, by the draft tokens that a verification step verified, 1 to K.
+class SpeculationCounts(Counter[tuple[int, int]]):
+    """Numbers of verification steps, by (draft tokens, accepted ones); K is the most draft tokens of any.
 
     The draft length decides where verification steps begin, so counts at one length say little about another.
     """
 
-    steps: tuple[int, ...]  # [K] at k: verification steps that verified k + 1 draft tokens
-    accepted: tuple[tuple[int, ...], ...]
-    """[K][K] at k, i: those of the steps with k + 1 draft tokens that accepted position i + 1 and all before it."""
+    @property
+    def steps(self) -> list[int]:
+        """[K] at k: verification steps that verified k + 1 draft tokens."""
+        longest = max((drafted for drafted, _ in self), default=0)
+        return [sum(n for (drafted, _), n in self.items() if drafted == k) for k in range(1, longest + 1)]
 
     @property
-    def num_drafts(self) -> int:
-        """Verification steps with draft tokens."""
-        return sum(self.steps)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Draft tokens verified."""
-        return sum(k * steps for k, steps in enumerate(self.steps, start=1))
-
-    @property
-    def accepted_per_position(self) -> tuple[int, ...]:
+    def accepted_per_position(self) -> list[int]:
         """[K] verification steps that accepted a draft position and all before it, whatever their draft length."""
-        return tuple(sum(column) for column in zip(*self.accepted, strict=True))
+        return [sum(n for (_, accepted), n in self.items() if accepted > i) for i in range(len(self.steps))]
 
     @property
     def acceptance_length(self) -> float:
         """Mean tokens emitted per verification step: 1 + accepted / drafts."""
-        return 1.0 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else 1.0
+        return 1.0 + sum(self.accepted_per_position) / max(1, self.total())
 
 
 MOST_UNDRAFTED = 0.05
@@ -105,7 +97,6 @@ class Rollout:
     text: str
     finish_reason: str  # either "stop" or "length"
     versions: Versions  # the versions that generated its last token
-    speculation: SpeculationCounts | None
     verification_steps: tuple[tuple[int, int], ...] = ()
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
     earlier: tuple[Segment, ...] = ()  # the segments that other versions generated before, in order
@@ -122,11 +113,9 @@ class Rollout:
 
         Where drafting paused for long, the drafter's KV cache may have gaps, so its later acceptance is not what is expected of it.
         """
-        counts = self.speculation
-        if counts is None:
-            return False
         # The last step may have emitted more than the response holds.
-        return 1 + counts.num_drafts + sum(counts.accepted_per_position) >= (1 - MOST_UNDRAFTED) * len(self.token_ids)
+        emitted = 1 + sum(1 + accepted for _, accepted in self.verification_steps)
+        return emitted >= (1 - MOST_UNDRAFTED) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +197,9 @@ class RolloutBatch:
     rollouts: list[Rollout]
     features: list[Any]
     """Hidden states of some of the rollouts (cotrain/transport/features.py): files, or what was read from them."""
-    speculation: SpeculationCounts | None
     seconds: float
     num_generated_tokens: int
     feature_stats: dict[str, float] = field(default_factory=dict)
     gain: GainReport | None = None  # over all engines; None while draft lengths are fixed
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     exposed: float = 1.0  # share of `seconds` in which the learner waited for rollouts

@@ -159,7 +159,7 @@ async def train(config: RunConfig, scratch: Path) -> None:
             rewards = [score(by_id[rollout.prompt_id], rollout.text) for rollout in batch.rollouts]
             decision = await improve_drafter(config, roles, batch, step)
             await improve_policy(roles, with_advantages(config, rewards, batch))
-            length = batch.speculation.acceptance_length if batch.speculation else 1.0
+            length = batch.speculation.acceptance_length
             print(
                 f"step {step}/{config.steps}  reward {sum(rewards) / len(rewards):.2f}  accept {length:.2f}  "
                 f"tok/s {batch.num_generated_tokens / batch.seconds:.0f}  {served} -> {engine.versions}  {decision}",

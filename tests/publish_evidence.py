@@ -14,9 +14,10 @@ from drafters.scores import RolloutAcceptance
 
 def expected_from(rollouts: Sequence[Rollout]) -> ExpectedAcceptance:
     """Served counts of these rollouts as the expectation for those after them, at every draft length alike."""
-    counted = [(r.prompt_id, r.speculation) for r in rollouts if r.speculation is not None and r.speculation.num_drafts]
-    steps = np.array([float(counts.num_drafts) for _, counts in counted])
-    accepted = np.array([counts.accepted_per_position for _, counts in counted], np.float64)
+    counted = [(r.prompt_id, np.array(r.verification_steps)) for r in rollouts if r.verification_steps]
+    steps = np.array([float(len(own)) for _, own in counted])
+    longest = max(int(own[:, 0].max()) for _, own in counted)
+    accepted = np.array([[(own[:, 1] > k).sum() for k in range(longest)] for _, own in counted], np.float64)
     known = np.ones(len(counted), np.int64)
     scores = [RolloutAcceptance(steps, accepted[:, :k], known) for k in range(1, accepted.shape[1] + 1)]
     found = expected_of(scores, [prompt for prompt, _ in counted])

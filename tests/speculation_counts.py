@@ -1,6 +1,7 @@
 """Drafting counts and expectations of one draft length, for tests that need no more."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -8,15 +9,15 @@ from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.records import SpeculationCounts
 
 
-def counts(
-    num_drafts: int, num_speculative_tokens: int, accepted: Sequence[int], most: int | None = None
-) -> SpeculationCounts:
-    """Verification steps that all had `num_speculative_tokens` draft tokens; accepted by position; K is `most` or as many."""
-    most = most or max(num_speculative_tokens, len(accepted))
-    steps, rows = [0] * most, [(0,) * most for _ in range(most)]
-    steps[num_speculative_tokens - 1] = num_drafts
-    rows[num_speculative_tokens - 1] = (*accepted, *(0,) * (most - len(accepted)))
-    return SpeculationCounts(tuple(steps), tuple(rows))
+def steps_of(num_drafts: int, num_speculative_tokens: int, accepted: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Verification steps that all had `num_speculative_tokens` draft tokens; accepted: how many of them got to each position."""
+    ended = [here - beyond for here, beyond in pairwise([num_drafts, *accepted, 0])]
+    return tuple((num_speculative_tokens, taken) for taken, number in enumerate(ended) for _ in range(number))
+
+
+def counts(num_drafts: int, num_speculative_tokens: int, accepted: Sequence[int]) -> SpeculationCounts:
+    """Count the steps that `steps_of` returns."""
+    return SpeculationCounts(steps_of(num_drafts, num_speculative_tokens, accepted))
 
 
 def expected(rates: Sequence[float], standard_error: float = 0.05, num_groups: int = 10) -> ExpectedAcceptance:

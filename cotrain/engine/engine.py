@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import starmap
 from typing import Any
 
-from cotrain.acceptance_stats import counts_of_steps, total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.processes import PARTIAL, VllmEngine, death_in_words
 from cotrain.engine.speculation.draft_length import DraftLengths
@@ -93,10 +93,10 @@ class RolloutEngine(VllmEngine):
         return RolloutBatch(
             rollouts=list(rollouts.values()),
             features=features,
-            speculation=total_counts(r.speculation for r in rollouts.values()),
             seconds=seconds,
             num_generated_tokens=sum(len(r.token_ids) for r in rollouts.values()),
             feature_stats=stats,
+            speculation=counts_of(rollouts.values()),
         )
 
     async def _enter(
@@ -201,7 +201,6 @@ class RolloutEngine(VllmEngine):
             text=completion.text,
             finish_reason=completion.finish_reason,
             versions=last.versions,
-            speculation=counts_of_steps(steps, drafting.num_spec_tokens) if drafting else None,
             verification_steps=steps,
             earlier=tuple(earlier),
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from cotrain.acceptance_stats import total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.loop.roles import Roles
@@ -18,7 +18,7 @@ from cotrain.process.failures import RunFailure
 from cotrain.publish.decision import Outcome
 from cotrain.records import GainReport, Prompt, Rollout, RolloutBatch, ScoredRollout, StepTotal, SwapReport, Versions
 from cotrain.run.console import Console
-from cotrain.run.step_metrics import lag_metrics, rollout_metrics
+from cotrain.run.step_metrics import lag_metrics, rollout_metrics, speculation_metrics
 from cotrain.transport.nodes import Coming
 
 
@@ -69,7 +69,7 @@ class Windows:
         """
         self._waited += waited
         if not self._batches:
-            return RolloutBatch([], [], None, 0.0, 0), {}
+            return RolloutBatch([], [], 0.0, 0), {}
         # Batches of one place stay in the order in which they ended.
         batch = merge(self._brought([batch for _, batch in sorted(self._batches, key=itemgetter(0))]))
         self._batches.clear()
@@ -107,16 +107,16 @@ class Windows:
 
 def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Merge batches that engines generated at the same time; `seconds` is that of the slowest."""
-    stats: Counter[str] = Counter()
+    stats, rollouts = Counter[str](), [rollout for batch in batches for rollout in batch.rollouts]
     for batch in batches:
         stats.update(batch.feature_stats)
     return RolloutBatch(
-        rollouts=[rollout for batch in batches for rollout in batch.rollouts],
+        rollouts=rollouts,
         features=[shard for batch in batches for shard in batch.features],
-        speculation=total_counts(batch.speculation for batch in batches),
         seconds=max(batch.seconds for batch in batches),
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
         feature_stats=dict(stats),
+        speculation=counts_of(rollouts),
     )
 
 
@@ -144,6 +144,7 @@ class StepResult:
         lags, num_engines, batch = config.stream.max_policy_lag > 0, config.rollout.num_engines, self.batch
         rollouts = [one.rollout for one in self.scored]
         row = lag_metrics(rollouts, self.served.policy) | rollout_metrics(rollouts, batch, num_engines)
+        row |= speculation_metrics(counts_of(rollouts)) if config.speculates else {}
         row["policy/reward"] = sum(one.reward for one in self.scored) / len(self.scored)
         row["policy/groups_with_signal"] = len({one.rollout.prompt_id for one in self.scored if one.advantage}) * 1.0
         for outcome in self.outcomes:

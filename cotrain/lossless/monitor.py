@@ -135,8 +135,6 @@ def speculated_tokens(rollout: Rollout, length: int) -> int:
     If a response is cut short, count only those that must have been, wherever its steps without drafts were. If it has such
     steps, and its last step reaches past the end of the response, up to k tokens too many are counted.
     """
-    counts, whole = rollout.speculation, len(rollout.token_ids)
-    if counts is None:
-        return 0
-    emitted = min(counts.num_drafts + sum(counts.accepted_per_position), whole - 1)
+    whole = len(rollout.token_ids)
+    emitted = min(sum(1 + accepted for _, accepted in rollout.verification_steps), whole - 1)
     return max(0, emitted - (whole - length))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cotrain.acceptance_stats import total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.config.schema import MIN_PROMPTS, DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
@@ -70,8 +70,7 @@ def check_step(evidence: Evidence, config: DrafterConfig, total_steps: int) -> l
         what = f"engines {engines} serve {len(names)} drafter tensors otherwise than they were sent, first {names[0]}"
         alarms.append(Alarm("weights_differ", what))
     asked = batch.gain is None or batch.gain.longest_draft > 0  # where a later step could verify them
-    drafted = batch.speculation is not None and batch.speculation.num_drafts > 0
-    if asked and not drafted and any(len(rollout.token_ids) > 1 for rollout in batch.rollouts):
+    if asked and not batch.speculation and any(len(rollout.token_ids) > 1 for rollout in batch.rollouts):
         what = f"{batch.num_generated_tokens} tokens were generated with speculation on and not one was drafted"
         alarms.append(Alarm("no_draft_tokens", what))
     lag, limit = evidence.serving.unjudged, LAG_ROUNDS * config.train_every
@@ -90,7 +89,7 @@ def collapse_probability(expected: ExpectedAcceptance, counts: SpeculationCounts
     """
     gain = expected.length_at(counts.steps) - 1
     lower = 1 - LOWER_BOUND_ERRORS * expected.error_at(counts.steps) / gain if gain else 0.0
-    trials = counts.num_drafts / (1 + (counts.num_drafts / num_rollouts - 1) * ROLLOUT_CORRELATION)
+    trials = counts.total() / (1 + (counts.total() / num_rollouts - 1) * ROLLOUT_CORRELATION)
     return float((1 - expected.rates_at(counts.steps)[0] * max(0.0, lower)) ** max(trials, 1.0))
 
 
@@ -101,12 +100,12 @@ def check_acceptance(
     # After a pause in drafting, the expected acceptance of a rollout is unknown.
     serving = evidence.versions.drafter
     rollouts = [r for r in evidence.batch.rollouts if r.drafted_throughout and r.versions.drafter == serving]
-    counts, expected = total_counts(r.speculation for r in rollouts), evidence.expected
-    if counts is None or expected is None or not expected.covers(counts.steps):
+    counts, expected = counts_of(rollouts), evidence.expected
+    if expected is None or not expected.covers(counts.steps):
         return {}, None
     canary = evidence.serving.watched > 0
     significance = CANARY_ALPHA / CANARY_STEPS if canary else FALSE_ALARM_RATE / (total_steps * NUM_TESTS)
-    served, length, num_drafts = counts.acceptance_length, expected.length_at(counts.steps), counts.num_drafts
+    served, length, num_drafts = counts.acceptance_length, expected.length_at(counts.steps), counts.total()
     num_prompts = len({rollout.prompt_id for rollout in rollouts})
     tolerance = config.alarms.tolerance * (length - 1.0)
     bound = expected.lowest_served(counts.steps, num_prompts, tolerance, significance)

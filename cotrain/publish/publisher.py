@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cotrain.acceptance_stats import last_segment, total_counts
+from cotrain.acceptance_stats import counts_of, last_segment
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
@@ -104,8 +104,7 @@ class Publisher:
         kinds = {event.kind for event in outcome.events}
         metrics["drafter/published"] = float("published" in kinds)
         metrics["drafter/rolled_back"] = float("rolled back" in kinds)
-        counts = total_counts(rollout.speculation for rollout in batch.rollouts)
-        outcome.metrics |= metrics | ({} if expected is None else expected.metrics(counts.steps if counts else ()))
+        outcome.metrics |= metrics | ({} if expected is None else expected.metrics(counts_of(batch.rollouts).steps))
         return outcome
 
     def _invest(self, evidence: Evidence, outcome: Outcome, spent: Spent) -> None:

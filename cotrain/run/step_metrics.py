@@ -5,19 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.acceptance_stats import total_counts
 from cotrain.records import Rollout, RolloutBatch, SpeculationCounts
 
 
 def rollout_metrics(rollouts: list[Rollout], window: RolloutBatch, num_engines: int = 1) -> dict[str, float]:
-    """Length and acceptance come from the rollouts trained on; speed, feature tap and speculation gain from the window."""
+    """Length comes from the rollouts trained on; speed, feature tap and speculation gain from the window."""
     n, num_tokens = len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts)
     metrics: dict[str, Any] = {
         "rollout/response_length": num_tokens / n,
         "rollout/generated_tokens": num_tokens,
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / n,
     }
-    metrics |= speculation_metrics(total_counts(rollout.speculation for rollout in rollouts))
     if window.seconds:
         metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
     if window.gain is not None:
@@ -34,22 +32,19 @@ def rollout_metrics(rollouts: list[Rollout], window: RolloutBatch, num_engines: 
     return metrics
 
 
-def speculation_metrics(counts: SpeculationCounts | None) -> dict[str, float]:
-    """Return the drafting metrics of one step; empty when the step did not speculate.
+def speculation_metrics(counts: SpeculationCounts) -> dict[str, float]:
+    """Return the drafting metrics of one step.
 
     Names and definitions are vLLM's: the rate of position i is the share of drafts that accepted draft token i.
     Acceptance is left out of a step that drafted nothing, because 1.00 would read as a drafter that fails, and so is that of
     a position that no draft was long enough for.
     """
-    if counts is None:
-        return {}
-    metrics: dict[str, float] = {"rollout/drafted_tokens": counts.num_draft_tokens}
-    metrics["rollout/num_drafts"] = counts.num_drafts
-    if counts.num_drafts:
+    num_drafts, drafted_tokens = counts.total(), sum(drafted * n for (drafted, _), n in counts.items())
+    metrics: dict[str, float] = {"rollout/drafted_tokens": drafted_tokens, "rollout/num_drafts": num_drafts}
+    if counts:
         metrics["rollout/acceptance_length"] = counts.acceptance_length
         for position, accepted in enumerate(counts.accepted_per_position, start=1):
-            if any(counts.steps[position - 1 :]):
-                metrics[f"rollout/acceptance_rate_pos_{position}"] = accepted / counts.num_drafts
+            metrics[f"rollout/acceptance_rate_pos_{position}"] = accepted / num_drafts
     return metrics
 
 

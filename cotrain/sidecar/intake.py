@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from cotrain.acceptance_stats import counts_of_steps, total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.records import GainReport, Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -23,9 +23,9 @@ KNOWN_HEADS = 64  # most policy heads whose versions are remembered; one that co
 class Intake:
     """Reads and deletes shards. The trainer's policy versions number the distinct output heads of all engines."""
 
-    def __init__(self, spool: Spool, trainer: DrafterTrainer, most_drafted: int, heads: dict[str, int]):
-        """most_drafted: most draft tokens of a verification step. heads: policy version by the digest of its head."""
-        self._spool, self._trainer, self._most, self.heads = spool, trainer, most_drafted, heads
+    def __init__(self, spool: Spool, trainer: DrafterTrainer, heads: dict[str, int]):
+        """heads: policy version by the digest of its head."""
+        self._spool, self._trainer, self.heads = spool, trainer, heads
         self.engines: dict[str, State] = {}  # what all living engines have last said of themselves
         self.problems: list[str] = []  # what could not be read in the last `poll`
         self.waiting: list[tuple[Rollout, FeatureRecord]] = []
@@ -52,8 +52,8 @@ class Intake:
     def take(self, seconds: float) -> RolloutBatch:
         """Hand over all waiting rollouts (at least one), which came in so many seconds, and what was gained meanwhile."""
         rollouts, records = map(list, zip(*self.waiting, strict=True))
-        counts, num_tokens = total_counts(r.speculation for r in rollouts), sum(len(r.token_ids) for r in rollouts)
-        batch = RolloutBatch(rollouts, records, counts, seconds, num_tokens, gain=self._gain)
+        counts, num_tokens = counts_of(rollouts), sum(len(r.token_ids) for r in rollouts)
+        batch = RolloutBatch(rollouts, records, seconds, num_tokens, gain=self._gain, speculation=counts)
         self.waiting, self._gain, self._said = [], GainReport(), self.left_out()
         return batch
 
@@ -93,10 +93,10 @@ class Intake:
         except FileNotFoundError:
             self._left_out["their policy is too old"] += 1
             return []
-        tokens, split, steps = record.token_ids.tolist(), record.prompt_length, finished.verification_steps
+        tokens, split = record.token_ids.tolist(), record.prompt_length
         rollout = Rollout(
             record.prompt_key, 0, tokens[:split], tokens[split:], [], "", finished.finish_reason, versions,
-            counts_of_steps(steps, self._most), steps, tuple(earlier),
+            finished.verification_steps, tuple(earlier),
         )  # fmt: skip
         return [(rollout, replace(record, policy_version=versions.policy))]
 

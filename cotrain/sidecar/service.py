@@ -18,7 +18,7 @@ from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
-from cotrain.run.step_metrics import rollout_metrics
+from cotrain.run.step_metrics import rollout_metrics, speculation_metrics
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
@@ -59,7 +59,7 @@ class DrafterService:
         self._prepared, self._tracker, self._console, self._state = prepared, tracker, console, prepared.state
         config, state, files = prepared.config, prepared.state, (prepared.run_dir.metrics, prepared.run_dir.decisions)
         self._metrics, self._decisions = (RowFile(file, resumed_step=state.step) for file in files)
-        self._intake = Intake(prepared.spool, prepared.trainer, config.num_speculative_tokens, dict(state.heads))
+        self._intake = Intake(prepared.spool, prepared.trainer, dict(state.heads))
         current = CurrentWeights(state.versions, sys.maxsize)  # a host's rollouts may be of any earlier policy
         self._engines = Engines(prepared.spool, self._intake, current, prepared.inherits)
         # An alarm may end a host's speculation, but never the host.
@@ -158,7 +158,7 @@ class DrafterService:
         self._pending = (step, versions.drafter, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
         self._state = replace(self._state, step=step, seconds=self._state.seconds + seconds)
-        row = rollout_metrics(batch.rollouts, batch) | outcome.metrics
+        row = rollout_metrics(batch.rollouts, batch) | speculation_metrics(batch.speculation) | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
         counted = self._intake.left_out()
         row["sidecar/dropped"] = float(counted.total() - counted["finished"])

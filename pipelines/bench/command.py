@@ -219,8 +219,6 @@ async def _measure(engine: RolloutEngine, bench: Bench, arm: Arm, batch: int, ro
     if equal_lengths and steps:
         timed_tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
         step_ms = 1e3 * seconds / sum(step.num_steps for step in steps)
-    counts = generated.speculation
-    num_drafts, accepted = (counts.num_drafts, counts.accepted_per_position) if counts else (0, ())
-    accepted = accepted[: arm.num_speculative_tokens]
+    counts, accepted = generated.speculation, tuple(generated.speculation.accepted_per_position)
     k = None if arm.adapts or arm.uses_history else arm.num_speculative_tokens
-    return Turn(str(arm), batch, round_, num_tokens, timed_tokens, seconds, num_drafts, accepted, k, step_ms)
+    return Turn(str(arm), batch, round_, num_tokens, timed_tokens, seconds, counts.total(), accepted, k, step_ms)

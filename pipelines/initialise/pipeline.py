@@ -174,7 +174,7 @@ class Initialisation:
             batch = await engine.generate(requests)
         scores, _ = trainer.take_in(batch.features, version, keep=(), judged=0)
         rates, served = scores.serving[-1].rates(), batch.speculation
-        if not rates or served is None or not served.num_drafts:
+        if not rates or not served:
             raise ValueError("rollout.max_new_tokens: responses are too short to judge the drafter by; raise it")
         tokens = torch.tensor([token for rollout in batch.rollouts for token in rollout.token_ids])
         return {

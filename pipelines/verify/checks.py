@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cotrain.acceptance_stats import total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.engine.engine import RolloutEngine
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
 from cotrain.lossless.emitted import Draws, members_first, response_draws
@@ -145,8 +145,7 @@ class Verifier:
             generating.append(engine.generate(requests[i::num], tap=False, max_tokens=plan.response_tokens, **own))
         batches = await asyncio.gather(*generating)
         rollouts = [batches[i % num].rollouts[i // num] for i in range(number)]
-        counts = total_counts(rollout.speculation for rollout in rollouts)
-        num_drafts = counts.num_drafts if counts else 0
+        num_drafts = counts_of(rollouts).total()
         if bool(num_drafts) != bool(setting.num_speculative_tokens):
             raise RuntimeError(f"{setting}: the engine verified {num_drafts} drafts: nothing is verified")
         return rollouts

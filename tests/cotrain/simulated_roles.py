@@ -53,7 +53,7 @@ class Engines:
         if not place:
             self.batch = self.world.generate(self.world.step + 1)
         own = self.batch.rollouts[place * SAMPLES : (place + 1) * SAMPLES]
-        return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], None, 0.0, 0)
+        return replace(self.batch, rollouts=own) if not place else RolloutBatch(own, [], 0.0, 0)
 
     def generate(self, requests: list[RolloutRequest], **sampling: Any) -> list[SimpleNamespace]:
         """As many tokens as the request has a number, of which every third response is cut off."""

@@ -28,7 +28,7 @@ def make_rollouts() -> list[ScoredRollout]:
     for i in range(8):
         tokens = torch.randint(40, 120, (PROMPT + RESPONSE,), generator=generator).tolist()
         rollout = Rollout(
-            f"p{i // 2}", i % 2, tokens[:PROMPT], tokens[PROMPT:], [-4.0] * RESPONSE, "", "length", Versions(0, 0), None
+            f"p{i // 2}", i % 2, tokens[:PROMPT], tokens[PROMPT:], [-4.0] * RESPONSE, "", "length", Versions(0, 0)
         )
         rollouts.append(ScoredRollout(rollout, float(i % 2), 1.0 if i % 2 else -1.0))
     return rollouts

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from cotrain.acceptance_stats import total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.config.schema import RolloutConfig
 from cotrain.engine.arguments import EngineSpec
 from cotrain.process.scratch import scratch_folder
@@ -109,7 +109,7 @@ def p_values(laws: Laws, sampled: Tensor, temperature: float, top_k: int) -> lis
 
 def samples(
     live: LiveEngine, seeded: bool = True, number: int = NUM_SAMPLES, **sampling: Any
-) -> tuple[Tensor, SpeculationCounts | None]:
+) -> tuple[Tensor, SpeculationCounts]:
     """Continuations of PROMPT [number, 4] and how their drafts fared."""
     requests = [RolloutRequest("p", i, PROMPT, 1000 + i if seeded else None) for i in range(number)]
     overrides = {} if seeded else {"seed": None}
@@ -197,17 +197,16 @@ def test_log_probs_are_those_of_the_sampling_distribution(
 def test_counts_add_up_to_the_tokens_generated(sampler: LiveEngine, method: str) -> None:
     draft_with(sampler, method)
     batch = sampler.generate(make_requests(32), tap=False)
-    assert batch.speculation == total_counts(rollout.speculation for rollout in batch.rollouts)
+    assert batch.speculation == counts_of(batch.rollouts)
     assert batch.num_generated_tokens == sum(len(rollout.token_ids) for rollout in batch.rollouts)
     for rollout in batch.rollouts:
-        counts = rollout.speculation
+        counts = counts_of([rollout])
         accepted = counts.accepted_per_position
         assert len(accepted) == K
         assert list(accepted) == sorted(accepted, reverse=True)
-        assert accepted[0] <= counts.num_drafts
-        assert counts.num_draft_tokens <= K * counts.num_drafts
+        assert accepted[0] <= counts.total() == len(rollout.verification_steps)
         # one token from the prefill, then accepted drafts and one more of each step, but for those past the limit
-        surplus = 1 + counts.num_drafts * counts.acceptance_length - len(rollout.token_ids)
+        surplus = 1 + counts.total() * counts.acceptance_length - len(rollout.token_ids)
         assert 0 <= surplus <= K
 
 
@@ -261,7 +260,7 @@ def test_seeds_and_greedy_drafts_give_the_same_text_again(sampler: LiveEngine) -
     def run(requests: list[RolloutRequest]) -> list[tuple]:
         sampler.run(sampler.engine.reset_prefix_cache())
         rollouts = sampler.generate(requests, tap=False, temperature=1.0).rollouts
-        return [(r.token_ids, r.log_probs, r.speculation) for r in rollouts]
+        return [(r.token_ids, r.log_probs, r.verification_steps) for r in rollouts]
 
     first = run(requests)
     samples(sampler, seeded=False, number=64, temperature=1.0)  # draws from the engine's own generator

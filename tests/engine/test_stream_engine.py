@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.acceptance_stats import last_segment, total_counts
+from cotrain.acceptance_stats import counts_of, last_segment
 from cotrain.records import Rollout, RolloutBatch
 from cotrain.trainer.self_check import relative_error
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -150,8 +150,8 @@ def test_verification_steps_add_up_to_the_tokens_by_which_last_segments_are_coun
         updates = len({segment.versions.policy for segment in rollout.segments}) - 1
         emitted = 1 + updates + sum(1 + accepted for _, accepted in rollout.verification_steps)
         assert 0 <= emitted - LENGTH <= rollout.verification_steps[-1][1]
-        assert last_segment(rollout).speculation is not None
-    assert total_counts(rollout.speculation for rollout in batch.rollouts) == batch.speculation
+        assert last_segment(rollout).drafted_throughout
+    assert counts_of(batch.rollouts) == batch.speculation
 
 
 def test_hidden_states_are_those_of_the_last_policy(
@@ -182,5 +182,5 @@ def test_calls_overlap_and_each_gets_its_own(fresh: LiveEngine, fitted_drafter: 
         records = records_of(batch)
         assert [r.token_ids.tolist() for r in records] == [r.prompt_token_ids + r.token_ids for r in batch.rollouts]
         assert batch.feature_stats["num_holes"] == 0
-        assert batch.speculation.num_drafts == sum(r.speculation.num_drafts for r in batch.rollouts)
+        assert batch.speculation == counts_of(batch.rollouts)
     assert fresh.engine._admission.tapped == {}

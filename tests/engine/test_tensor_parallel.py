@@ -190,10 +190,10 @@ def test_greedy_text_is_that_of_the_target_at_every_draft_length(live: LiveEngin
             assert log_probs_of(rollout, models)[1].tolist() == rollout.token_ids
             assert {drafted for drafted, _ in rollout.verification_steps} <= {k}
         if k:
-            emitted = 8 + counts.num_drafts + sum(counts.accepted_per_position)
+            emitted = 8 + counts.total() + sum(counts.accepted_per_position)
             assert counts.acceptance_length > 1.3 and 0 <= emitted - batch.num_generated_tokens <= 8 * k
         else:
-            assert counts.num_drafts == 0
+            assert not counts
 
 
 def test_both_ranks_have_the_hidden_states_and_log_probs_of_the_target(live: LiveEngine, models: list[Any]) -> None:

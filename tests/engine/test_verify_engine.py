@@ -191,7 +191,7 @@ def test_the_monitor_sees_a_bug_in_rollouts_of_a_run(
         arguments = PLAIN, None, monitor.logit_tolerance
         return [response_draws(target_model, r.prompt_token_ids, r.token_ids, *arguments) for r in chosen]
 
-    assert monitor.check(1, [replace(rollout, speculation=None) for rollout in rollouts], 0.0, forward) is None
+    assert monitor.check(1, [replace(rollout, verification_steps=()) for rollout in rollouts], 0.0, forward) is None
     checked = monitor.check(2, rollouts, 0.0, forward)
     assert checked is not None
     verdict, metrics = checked

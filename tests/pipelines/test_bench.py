@@ -339,8 +339,8 @@ class RecordingEngine:
 
     async def generate(self, requests: list[RolloutRequest], tap: bool) -> RolloutBatch:
         self.log.append((self.name, self.method, self.num_speculative_tokens, [r.sample_index for r in requests]))
-        counts = SpeculationCounts((0, 3), ((0, 0), (2, 1))) if self.method else None
-        return RolloutBatch([], [], counts, 1.0, self.generated * len(requests))
+        counts = SpeculationCounts({(2, 0): 1, (2, 1): 1, (2, 2): 1} if self.method else {})
+        return RolloutBatch([], [], 1.0, self.generated * len(requests), speculation=counts)
 
 
 def measured(bench: Bench) -> tuple[list[Turn], list[Any], str]:

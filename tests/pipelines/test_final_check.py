@@ -23,7 +23,7 @@ class ScriptedEngines:
             raise RuntimeError("no engine is left")
         self.cached_by = self.num_speculative_tokens
         self.asked.append((self.num_speculative_tokens, sampling))
-        return [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0), None) for r in requests]
+        return [Rollout(r.prompt_id, 0, [1], [2], [0.0], "", "length", Versions(0, 0)) for r in requests]
 
     def call_all(self, method: Any) -> None:
         getattr(self, method.__name__)()

@@ -5,14 +5,9 @@ from dataclasses import replace
 import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from cotrain.acceptance_stats import (
-    counts_by_depth,
-    counts_of_steps,
-    last_segment,
-    total_counts,
-)
+from cotrain.acceptance_stats import counts_by_depth, counts_of, last_segment
 from cotrain.records import Rollout, Segment, SpeculationCounts, Versions
-from tests.speculation_counts import counts as counts_of
+from tests.speculation_counts import steps_of
 
 
 def metrics_of(steps: list[tuple[int, int]], k: int = 3) -> RequestSpecDecodeMetrics:
@@ -24,14 +19,12 @@ def metrics_of(steps: list[tuple[int, int]], k: int = 3) -> RequestSpecDecodeMet
 
 
 def counts_of_request(metrics: RequestSpecDecodeMetrics) -> SpeculationCounts:
-    steps = zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True)
-    return counts_of_steps(steps, metrics.num_spec_tokens)
+    return SpeculationCounts(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))
 
 
 def test_a_position_counts_when_all_before_it_were_accepted():
     counts = counts_of_request(metrics_of([(3, 0), (3, 1), (3, 3), (2, 2)]))
-    assert counts == SpeculationCounts((0, 1, 3), ((0, 0, 0), (1, 1, 0), (2, 1, 1)))
-    assert (counts.num_drafts, counts.num_draft_tokens, counts.accepted_per_position) == (4, 11, (3, 2, 1))
+    assert (counts.total(), counts.steps, counts.accepted_per_position) == (4, [0, 1, 3], [3, 2, 1])
     assert counts.acceptance_length == 1 + 6 / 4
 
 
@@ -40,20 +33,16 @@ def test_the_acceptance_length_is_vllms():
     assert counts_of_request(metrics).acceptance_length == pytest.approx(metrics.to_dict()["mean_acceptance_length"])
 
 
-def test_totals_are_sums_over_requests():
-    first, last = metrics_of([(3, 3), (3, 1)]), metrics_of([(3, 0)])
-    assert total_counts([counts_of_request(first), None, counts_of_request(last)]) == counts_of(3, 3, (2, 1, 1))
-
-
-def test_without_speculation_there_are_no_counts():
-    assert total_counts([None, None]) is None
-    assert total_counts([]) is None
+def test_totals_are_sums_over_rollouts():
+    counts = counts_of([rollout_of(7, [(3, 3), (3, 1)]), rollout_of(9, []), rollout_of(2, [(3, 0)])])
+    assert counts == SpeculationCounts(steps_of(3, 3, (2, 1, 1)))
+    assert (counts.total(), counts.steps, counts.accepted_per_position) == (3, [0, 0, 3], [2, 1, 1])
 
 
 def test_a_request_that_was_never_drafted_for_has_length_one():
     counts = counts_of_request(metrics_of([]))
-    assert counts == counts_of(0, 3, (0, 0, 0))
-    assert counts.acceptance_length == 1.0
+    assert not counts and counts == counts_of([]) == counts_of([rollout_of(9, [])])
+    assert (counts.acceptance_length, counts.steps, counts.accepted_per_position) == (1.0, [], [])
 
 
 @pytest.mark.parametrize(
@@ -70,15 +59,12 @@ def test_a_request_that_was_never_drafted_for_has_length_one():
     ],
 )
 def test_a_rollout_in_which_drafting_paused_is_told_apart(steps, num_tokens, throughout):
-    counts = counts_of_request(metrics_of(steps))
-    rollout = Rollout("p", 0, [1], [7] * num_tokens, [0.0] * num_tokens, "", "length", Versions(0, 0), counts)
-    assert rollout.drafted_throughout == throughout
+    assert rollout_of(num_tokens, steps).drafted_throughout == throughout
 
 
 def rollout_of(num_tokens: int, steps: list[tuple[int, int]]) -> Rollout:
     tokens, log_probs = [5] * num_tokens, [0.0] * num_tokens
-    counts = counts_of_steps(steps, 3)
-    return Rollout("p", 0, [1], tokens, log_probs, "", "stop", Versions(0, 0), counts, tuple(steps))
+    return Rollout("p", 0, [1], tokens, log_probs, "", "stop", Versions(0, 0), tuple(steps))
 
 
 def test_steps_are_counted_at_the_depth_at_which_they_were_made():
@@ -95,7 +81,7 @@ def test_steps_are_counted_at_the_depth_at_which_they_were_made():
 
 
 @pytest.mark.parametrize(("policy", "emitted"), [(1, 4), (0, 3)])
-def test_the_last_segment_has_the_steps_and_counts_of_its_own(policy, emitted):
+def test_the_last_segment_has_the_steps_of_its_own(policy, emitted):
     """After a new policy, the first token has no verification step; after a new drafter alone, it has one."""
     steps = [(3, 1), (3, 0), (3, 1), (2, 0)]
     length = 1 + sum(1 + accepted for _, accepted in steps) + (policy == 1)
@@ -103,6 +89,5 @@ def test_the_last_segment_has_the_steps_and_counts_of_its_own(policy, emitted):
     rollout = replace(rollout_of(length, steps), versions=Versions(policy, 1), earlier=earlier)
     last = last_segment(rollout)
     assert last.verification_steps == ((3, 1), (2, 0)) and len(last.token_ids) == emitted
-    assert last.speculation == counts_of_steps(last.verification_steps, 3)
     paused = replace(rollout, token_ids=[5] * 30)
-    assert last_segment(paused).speculation is None, "drafting paused somewhere"
+    assert not last_segment(paused).verification_steps, "drafting paused somewhere"

@@ -231,7 +231,7 @@ class Together(RolloutEngine):
         return begun
 
     def _rollout(self, request: RolloutRequest, output: object) -> Rollout:
-        return Rollout(request.prompt_id, 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
+        return Rollout(request.prompt_id, 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0))
 
     def end(self, name: str) -> None:
         self.queues[name].put_nowait(SimpleNamespace(metrics=SimpleNamespace(last_token_ts=1.0, first_token_ts=0.0)))
@@ -289,7 +289,7 @@ def test_what_a_dead_engine_had_not_handed_over_is_deleted(tmp_path: Path, monke
         return None
 
     monkeypatch.setattr(engine, "on_workers", on_workers)
-    rollout = Rollout("p", 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0), None)
+    rollout = Rollout("p", 0, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0))
     [shard], _ = asyncio.run(engine._take_features({"b1r0": rollout}))
     assert Path(shard).read_text() == "features" and not written[0].exists()
     written[0].write_text("half of it")

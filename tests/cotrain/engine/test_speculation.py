@@ -376,8 +376,8 @@ def test_where_each_request_chooses_a_step_asks_only_for_what_its_requests_draft
     engine.run(4, 40)
     report = report_of(engine)
     assert report.longest_draft == 0 and report.seconds > 0
-    rollouts = [Rollout("p", 0, [1], [5] * 39, [0.0] * 39, "", "stop", Versions(0, 0), None)]
-    batch = RolloutBatch(rollouts, [], None, 1.0, 39, gain=report)
+    rollouts = [Rollout("p", 0, [1], [5] * 39, [0.0] * 39, "", "stop", Versions(0, 0))]
+    batch = RolloutBatch(rollouts, [], 1.0, 39, gain=report)
     assert check_step(evidence_of(batch, Versions(0, 0)), DrafterConfig(model={"type": "eagle3"}), 100) == []
     engine.looks_up = 0.5
     engine.run(4, 40)

@@ -117,7 +117,7 @@ class Stream:
 def batch_of(requests: list[RolloutRequest]) -> RolloutBatch:
     rollouts = [
         Rollout(r.prompt_id, r.sample_index, r.prompt_token_ids, [5] * 3, [-1.0] * 3, "x" * (r.sample_index + 1), "stop",
-                Versions(0, 0), None)
+                Versions(0, 0))
         for r in requests
     ]  # fmt: skip
-    return RolloutBatch(rollouts, [request.prompt_id for request in requests[:1]], None, 1.0, 3 * len(rollouts))
+    return RolloutBatch(rollouts, [request.prompt_id for request in requests[:1]], 1.0, 3 * len(rollouts))

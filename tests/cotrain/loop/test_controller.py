@@ -258,7 +258,7 @@ class SlowEngines(Engines):
     """With lag: no group has ended yet when the next step is taken."""
 
     def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: float, together: Any) -> RolloutBatch:
-        return RolloutBatch([], [], None, 1.0, 0)
+        return RolloutBatch([], [], 1.0, 0)
 
     def call_all(self, method: Any) -> dict[int, Window]:
         raise AssertionError("what the engines have measured belongs to the window in which their groups end")

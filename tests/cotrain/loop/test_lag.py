@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain.acceptance_stats import counts_of_steps, last_segment
+from cotrain.acceptance_stats import last_segment
 from cotrain.loop.ledger import check_lag
 from cotrain.loop.step import merge
 from cotrain.process.failures import RunFailure
@@ -16,9 +16,8 @@ def rollout(length: int, versions: Versions, *earlier: tuple[Versions, int], ste
     """earlier: versions, and the token at which they end."""
     starts = [0, *(end for _, end in earlier)]
     segments = tuple(Segment(v, start, end) for start, (v, end) in zip(starts, earlier, strict=False))
-    counts = counts_of_steps(steps, 3) if steps else None
     tokens, log_probs = list(range(length)), [-0.1 * i for i in range(length)]
-    return Rollout("p", 0, [90, 91], tokens, log_probs, "", "stop", versions, counts, tuple(steps), segments)
+    return Rollout("p", 0, [90, 91], tokens, log_probs, "", "stop", versions, tuple(steps), segments)
 
 
 def test_lag_is_counted_by_token() -> None:
@@ -54,7 +53,7 @@ def test_the_last_segment_has_its_own_verification_steps() -> None:
     old, new = Versions(1, 0), Versions(2, 0)
     segment = last_segment(rollout(9, new, (old, 5), steps=[(3, 2), (3, 0), (3, 1), (2, 0)]))
     assert (segment.prompt_token_ids, segment.token_ids) == ([90, 91, 0, 1, 2, 3, 4], [5, 6, 7, 8])
-    assert segment.verification_steps == ((3, 1), (2, 0)) and segment.speculation.steps == (0, 1, 1)
+    assert segment.verification_steps == ((3, 1), (2, 0))
     assert segment.drafted_throughout and segment.segments == (Segment(new, 0, 4),)
 
 
@@ -63,16 +62,16 @@ def test_after_a_new_drafter_nothing_is_computed_without_a_draft() -> None:
     assert segment.verification_steps == ((3, 1), (3, 1)) and segment.drafted_throughout
 
 
-def test_where_steps_do_not_add_up_the_segment_has_no_counts() -> None:
+def test_where_steps_do_not_add_up_the_segment_has_none() -> None:
     paused = rollout(12, Versions(2, 0), (Versions(1, 0), 5), steps=[(3, 2), (3, 0), (3, 1)])
     segment = last_segment(paused)
-    assert segment.speculation is None and segment.verification_steps == () and not segment.drafted_throughout
-    assert last_segment(replace(paused, speculation=None, verification_steps=())).speculation is None
+    assert segment.verification_steps == () and not segment.drafted_throughout
+    assert last_segment(replace(paused, verification_steps=())).verification_steps == ()
 
 
 def test_an_update_at_the_last_token() -> None:
     segment = last_segment(rollout(5, Versions(2, 0), (Versions(1, 0), 4), steps=[(3, 2)]))
-    assert segment.token_ids == [4] and segment.verification_steps == () and segment.speculation.num_drafts == 0
+    assert segment.token_ids == [4] and segment.verification_steps == ()
 
 
 def test_a_step_outside_every_window_has_no_speed() -> None:
@@ -80,14 +79,14 @@ def test_a_step_outside_every_window_has_no_speed() -> None:
         rollout(11, Versions(2, 1), (Versions(1, 0), 4), steps=[(3, 2), (3, 1)]),
         rollout(3, Versions(1, 0), steps=[(3, 1)]),
     ]
-    row = rollout_metrics(rollouts, RolloutBatch([], [], None, 0.0, 0))
+    row = rollout_metrics(rollouts, RolloutBatch([], [], 0.0, 0))
     assert not {"rollout/tokens_per_s", "rollout/tap_overhead"} & row.keys()
-    assert row["rollout/num_drafts"] == 3
+    assert row["rollout/generated_tokens"] == 14
 
 
 def test_the_taps_share_of_the_time_does_not_depend_on_the_number_of_engines() -> None:
     stats = {"num_rollouts": 1.0, "num_tokens": 50.0, "num_holes": 0.0, "num_bytes": 100.0, "record_seconds": 0.2}
-    one = RolloutBatch([rollout(9, Versions(0, 0))], [], None, 10.0, 40, stats)
+    one = RolloutBatch([rollout(9, Versions(0, 0))], [], 10.0, 40, stats)
     for number in (1, 3):
         row = rollout_metrics(one.rollouts, merge([one] * number), number)
         assert row["rollout/tap_overhead"] == pytest.approx(0.02)

@@ -10,7 +10,7 @@ import pytest
 
 from cotrain.loop.ledger import LengthHistory
 from cotrain.process.failures import RunFailure, TaskFailed
-from cotrain.records import RolloutBatch, Segment, SpeculationCounts, Versions
+from cotrain.records import RolloutBatch, Segment, Versions
 from cotrain.run.rows import read_rows
 from cotrain.tasks.prompts import PromptOrder
 from tests.cotrain.loop.simulated_ray import Reference
@@ -29,7 +29,7 @@ def test_without_lag_the_groups_of_a_step_enter_each_engine_together_in_the_orde
         rollouts = [rollout for group in taken for rollout in group.rollouts]
         window = stream.producer.windows.take(rollouts)[0]
         assert window.rollouts == rollouts and window.num_generated_tokens == 3 * len(rollouts)
-        assert stream.producer.windows.take(rollouts) == (RolloutBatch([], [], None, 0.0, 0), {})
+        assert stream.producer.windows.take(rollouts) == (RolloutBatch([], [], 0.0, 0), {})
         stream.producer.release()
     # what one engine wrote, the other drafts from
     assert sorted(stream.engines.shared) == [(0, SAMPLES)] * P + [(1, SAMPLES)] * P
@@ -169,11 +169,9 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
     assert scored
     number = scored[0]
     result = stream.producer.ledger.groups[number]
-    counts = SpeculationCounts((0, 2, 1), ((0, 0, 0), (1, 0, 0), (1, 1, 0)))
     earlier = (Segment(Versions(0, 0), 0, 1),)
     result.rollouts[0] = replace(
         result.rollouts[0],
-        speculation=counts,
         verification_steps=((2, 1), (3, 2)),
         earlier=earlier,
         versions=Versions(1, 1),

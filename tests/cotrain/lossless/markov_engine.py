@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cotrain.acceptance_stats import counts_of_steps
 from cotrain.lossless.emitted import target_log_probs
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Versions, WeightPayload
 from tests.cotrain.lossless.conftest import MODEL
@@ -73,7 +72,7 @@ class MarkovEngine:
             starts = [*np.flatnonzero(own.offset == 0), len(own.token)]
             steps = [(self.num_speculative_tokens, int(own.accepted[a:b].sum())) for a, b in pairwise(starts)]
             rollouts.append(self._rollout(request, tokens, behaviour[before, tokens].tolist(), steps))
-        return RolloutBatch(rollouts, [], None, 1.0, len(requests) * max_tokens)
+        return RolloutBatch(rollouts, [], 1.0, len(requests) * max_tokens)
 
     def _bug(self, temperature: float) -> str | None:
         return self.bug if temperature or self.greedy_differs else None
@@ -81,8 +80,7 @@ class MarkovEngine:
     def _rollout(
         self, request: RolloutRequest, tokens: list[int], log_probs: list[float], steps: list[tuple[int, int]]
     ) -> Rollout:
-        counts = counts_of_steps(steps, self.num_speculative_tokens) if self.num_speculative_tokens else None
         return Rollout(
             request.prompt_id, request.sample_index, request.prompt_token_ids, tokens, log_probs, "", "length",
-            self.versions, counts, tuple(steps) if self.num_speculative_tokens else (),
+            self.versions, tuple(steps) if self.num_speculative_tokens else (),
         )  # fmt: skip

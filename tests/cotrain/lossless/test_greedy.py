@@ -12,7 +12,7 @@ SURE = ([5, 6, 7], [-0.1, -0.2, -0.3])
 
 
 def rollout(token_ids: list[int], log_probs: list[float]) -> Rollout:
-    return Rollout("p", 0, [1, 2], token_ids, log_probs, "", "length", Versions(0, 0), None)
+    return Rollout("p", 0, [1, 2], token_ids, log_probs, "", "length", Versions(0, 0))
 
 
 def compare(plain: list[tuple], speculated: list[tuple], dtype: str = "float32") -> GreedyCheck:

@@ -17,7 +17,7 @@ from cotrain.lossless.setting import PLAIN
 from cotrain.records import Rollout, RolloutRequest
 from drafters.base import SamplingParams
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
-from tests.speculation_counts import counts
+from tests.speculation_counts import steps_of
 
 MODEL = MarkovModel()
 
@@ -32,7 +32,7 @@ def rollouts_of(
 
 
 def without_speculation(rollouts: list[Rollout]) -> list[Rollout]:
-    return [replace(rollout, speculation=None) for rollout in rollouts]
+    return [replace(rollout, verification_steps=()) for rollout in rollouts]
 
 
 @dataclass
@@ -127,8 +127,8 @@ def test_of_a_response_cut_short_only_what_must_have_been_speculated_counts() ->
     rollout = rollouts_of(num=1)[0]
     tokens = rollout.token_ids * 10
     for emitted, counted in ((399, 249), (250, 100), (249, None), (0, None)):
-        counted_steps = counts(emitted, 1, [0]) if emitted else None
-        long = replace(rollout, token_ids=tokens, log_probs=rollout.log_probs * 10, speculation=counted_steps)
+        steps = steps_of(emitted, 1, [0])
+        long = replace(rollout, token_ids=tokens, log_probs=rollout.log_probs * 10, verification_steps=steps)
         checked = tried(monitor_of(tokens=252), 1, [long])
         assert (checked and checked[1]["lossless/speculated_tokens"]) == counted
         assert checked is None or checked[1]["lossless/tokens"] == 250

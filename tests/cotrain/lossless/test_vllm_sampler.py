@@ -124,7 +124,7 @@ def generate(proposer: Proposer, setting: Setting) -> list[Rollout]:
 def rollout(prompt: int, tokens: list[int], sampling: SamplingParams, steps: tuple[tuple[int, int], ...]) -> Rollout:
     law = target_log_probs(TARGET[[prompt, *tokens[:-1]]], sampling)
     log_probs = law[torch.arange(len(tokens)), tokens].tolist()
-    return Rollout("p", 0, [prompt], tokens, log_probs, "", "length", Versions(0, 0), None, steps)
+    return Rollout("p", 0, [prompt], tokens, log_probs, "", "length", Versions(0, 0), steps)
 
 
 def verdict(proposer: Proposer, setting: Setting, seed: int = 0) -> Verdict:

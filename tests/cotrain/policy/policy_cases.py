@@ -96,7 +96,7 @@ def make_rollouts(model_path: str, seed: int = 0, noise: float = 0.2, zero_group
             own = token_log_probs(model_path, prompt, response, ROLLOUT.temperature).tolist()
             log_probs = [log_prob + generator.gauss(0, noise) for log_prob in own] if noise else own
             advantage = 0.0 if zero_group and group == 0 else generator.gauss(0, 1)
-            rollout = Rollout(f"p{group}", sample, prompt, response, log_probs, "", "length", Versions(0, 0), None)
+            rollout = Rollout(f"p{group}", sample, prompt, response, log_probs, "", "length", Versions(0, 0))
             rollouts.append(ScoredRollout(rollout, reward=0.0, advantage=advantage))
     return rollouts
 

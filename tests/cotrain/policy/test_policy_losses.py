@@ -182,7 +182,7 @@ def test_a_correction_takes_away_the_bias_of_another_behaviour_policy() -> None:
     drawn = [0, 1, 2, 2]
     rollouts = [
         ScoredRollout(
-            Rollout("p", index, [0], [token], [math.log(behaviour[token])], "", "stop", Versions(0, 0), None),
+            Rollout("p", index, [0], [token], [math.log(behaviour[token])], "", "stop", Versions(0, 0)),
             reward=0.0,
             advantage=advantages[token],
         )

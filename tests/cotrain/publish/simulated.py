@@ -119,7 +119,7 @@ def serve(
                 accepted[k] += 1
                 k += 1
             start += 1 + k
-    return counts(num_drafts, num_speculative_tokens, accepted, DRAFT_TOKENS)
+    return counts(num_drafts, num_speculative_tokens, accepted)
 
 
 def true_length(skill: float, own: float = 0.2) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cotrain.acceptance_stats import counts_of_steps, total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.publish.evidence import FreshScores, enough
 from cotrain.records import Rollout, RolloutBatch, SwapReport, Versions, WeightPayload
 from cotrain.trainer.buffer import spread_over_prompts
@@ -74,8 +74,8 @@ class World:
         drafters |= {v: (self.served_as[v], -1) for v in drafters if v in self.served_as}
         tables = {version: self._table(drafter) for version, drafter in drafters.items()}
         out = [self._serve(row, tables[of.drafter][row], of) for row, of in enumerate(versions)]
-        num_tokens, counts = int(rollouts.lengths.sum()) + len(out), total_counts(r.speculation for r in out)
-        return RolloutBatch(out, [f"step {step}"] if out else [], counts, num_tokens * 0.05, num_tokens)
+        num_tokens, counts = int(rollouts.lengths.sum()) + len(out), counts_of(out)
+        return RolloutBatch(out, [f"step {step}"] if out else [], num_tokens * 0.05, num_tokens, speculation=counts)
 
     def _table(self, drafter: tuple[float, int]) -> NDArray:
         skill, updates = drafter
@@ -89,9 +89,9 @@ class World:
             luck = self.rollouts.luck[row, start : start + most]
             steps.append((most, int((luck < table[:most, start]).cumprod().sum())))
             start += 1 + steps[-1][1]
-        counts, response = counts_of_steps(steps, DRAFT_TOKENS) if steps else None, [3] * (length + 1)
+        response = [3] * (length + 1)
         return Rollout(str(self.rollouts.prompts[row]), row, [1, 2], response, [0.0] * len(response), "", "stop",
-                       versions, counts, tuple(steps))  # fmt: skip
+                       versions, tuple(steps))  # fmt: skip
 
     # the trainer, with what DrafterTrainer does about a candidate that waits for more rollouts
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain.acceptance_stats import total_counts
+from cotrain.acceptance_stats import counts_of
 from cotrain.config.schema import AlarmConfig, DrafterConfig
 from cotrain.publish.acceptance import ExpectedAcceptance
 from cotrain.publish.alarms import (
@@ -23,7 +23,7 @@ from cotrain.publish.alarms import (
 from cotrain.publish.evidence import Evidence, FreshScores, Publication
 from cotrain.records import Rollout, RolloutBatch, Versions
 from tests.publish_evidence import expected_from
-from tests.speculation_counts import counts as counts_of
+from tests.speculation_counts import counts, steps_of
 from tests.speculation_counts import expected as expected_acceptance
 
 K = 3
@@ -35,9 +35,10 @@ STEPS = 1000
 
 def rollout(prompt: str, sample: int, num_drafts: int, accepted: tuple[int, ...], paused: int = 0) -> Rollout:
     """Drafting was off for `paused` of its tokens."""
-    counts = counts_of(num_drafts, K, accepted) if num_drafts else None
     tokens = 1 + num_drafts + sum(accepted) + paused
-    return Rollout(prompt, sample, [1, 2], [3] * tokens, [0.0] * tokens, "", "stop", VERSIONS, counts)
+    return Rollout(
+        prompt, sample, [1, 2], [3] * tokens, [0.0] * tokens, "", "stop", VERSIONS, steps_of(num_drafts, K, accepted)
+    )
 
 
 def generated(rng, rate: float, prompts: int = 8, samples: int = 8, spread: float = 0.02) -> list[Rollout]:
@@ -65,8 +66,8 @@ RANDOM_DRAFTER = expected_acceptance((0.0005, 0.0001, 0.0), 0.0004, 8)
 
 
 def evidence(rollouts: list[Rollout], gain: Any = None, **changes: Any) -> Evidence:
-    counts = total_counts(r.speculation for r in rollouts)
-    batch = RolloutBatch(rollouts, [], counts, 1.0, sum(len(r.token_ids) for r in rollouts), gain=gain)
+    num_tokens = sum(len(r.token_ids) for r in rollouts)
+    batch = RolloutBatch(rollouts, [], 1.0, num_tokens, gain=gain, speculation=counts_of(rollouts))
     scores = FreshScores([], [], None, 0, [])
     return replace(Evidence(1, batch, VERSIONS, SERVING, scores, PROMISE), **changes)
 
@@ -117,8 +118,7 @@ def test_the_chance_of_zero_acceptance_is_that_of_a_simulation_or_more(rate: flo
     rng, few = np.random.default_rng(1), expected_acceptance((rate, 0.0, 0.0), 0.0, 8)
     rates = rng.beta(rate * 4, (1 - rate) * 4, size=(100_000, 3))  # intraclass correlation 1 / (4 + 1)
     nothing = (rng.binomial(num_drafts, rates) == 0).all(axis=1).mean()
-    counts = counts_of(3 * num_drafts, K, (0,) * K)
-    chance = collapse_probability(few, counts, num_rollouts=3)
+    chance = collapse_probability(few, counts(3 * num_drafts, K, (0,) * K), num_rollouts=3)
     assert nothing - 0.005 < chance < max(1.5 * nothing, nothing + 0.2)
     assert chance > (1 - rate) ** (3 * num_drafts), "drafts of a rollout fail together: more likely than one by one"
 
@@ -146,15 +146,16 @@ def test_drafts_are_judged_by_what_is_expected_at_their_own_length() -> None:
             rollout(f"p{p}", s, 40, (0, 0, 0), paused=0),
             token_ids=[3] * 62,
             log_probs=[0.0] * 62,
-            speculation=counts_of(40, 1, (21,), K),
+            verification_steps=steps_of(40, 1, (21,)),
         )
         for p in range(8)
         for s in range(4)
     ]
     assert alarms_of(evidence(short, expected=periodic)) == []
-    worse = [replace(r, speculation=counts_of(40, 1, (4,), K), token_ids=[3] * 45, log_probs=[0.0] * 45) for r in short]
+    few = steps_of(40, 1, (4,))
+    worse = [replace(r, verification_steps=few, token_ids=[3] * 45, log_probs=[0.0] * 45) for r in short]
     assert alarms_of(evidence(worse, expected=periodic)) == ["acceptance_below_expected"]
-    long = [replace(r, speculation=counts_of(40, 3, (21, 0, 0), K)) for r in short]
+    long = [replace(r, verification_steps=steps_of(40, 3, (21, 0, 0))) for r in short]
     assert alarms_of(evidence(long, expected=periodic)) == ["acceptance_below_expected"]
 
 
@@ -166,9 +167,8 @@ def test_false_alarms_of_the_shortfall(significance: float, scored_prompts: int,
     fired = 0
     for _ in range(runs):
         expected, served = expected_from(generated(rng, rate, scored_prompts, 2)), generated(rng, rate, 8, 2)
-        counts = total_counts(r.speculation for r in served)
-        assert counts is not None
-        fired += counts.acceptance_length < expected.lowest_served(counts.steps, 8, 0.0, significance)
+        found = counts_of(served)
+        fired += found.acceptance_length < expected.lowest_served(found.steps, 8, 0.0, significance)
     limit = runs * significance + 3 * math.sqrt(runs * significance)
     assert fired <= limit
 
@@ -249,7 +249,7 @@ def test_the_failure_names_cause_and_remedy_and_the_way_on() -> None:
 def test_the_false_alarm_rate_is_that_of_a_run() -> None:
     """The same unlucky step is an alarm in a short run, and chance in a long one."""
     rollouts = dead(num_drafts=9, prompts=8, samples=1)
-    chance = collapse_probability(PROMISE, counts_of(72, K, (0,) * K), num_rollouts=8)
+    chance = collapse_probability(PROMISE, counts(72, K, (0,) * K), num_rollouts=8)
     steps = int(FALSE_ALARM_RATE / NUM_TESTS / chance)
     assert steps >= 1
     assert [len(check_step(evidence(rollouts), DRAFTER, n)) for n in (steps, steps + 1)] == [1, 0]

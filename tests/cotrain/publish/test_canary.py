@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.acceptance_stats import counts_of_steps
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.decision import Outcome, decide
 from cotrain.publish.evidence import CANARY_STEPS, Publication
 from cotrain.records import SpeculationCounts
 from drafters.acceptance import StartAcceptance, rollout_acceptances
 from tests.cotrain.publish.test_alarms import DRAFTER, PROMISE, RANDOM_DRAFTER, dead, evidence, generated, rollout
-from tests.speculation_counts import counts, expected
+from tests.speculation_counts import counts, expected, steps_of
 
 FIRST = Publication(last_good=4, unjudged=3)
 WATCHED = FIRST.published(4, 5, 0.1, scored=True)
@@ -79,8 +78,8 @@ def test_a_random_drafter_that_serves_nothing_is_kept() -> None:
 
 def test_shorter_drafts_are_held_against_what_they_can_accept() -> None:
     promise = expected((0.6, 0.4, 0.2))
-    mixed = SpeculationCounts((500, 0, 500), ((300, 0, 0), (0, 0, 0), (300, 200, 100)))
-    for served in (counts(1000, 1, (600,), 3), mixed):
+    mixed = SpeculationCounts(steps_of(500, 1, (300,)) + steps_of(500, 3, (300, 200, 100)))
+    for served in (counts(1000, 1, (600,)), mixed):
         assert promise.length_at(served.steps) == pytest.approx(served.acceptance_length)
 
 
@@ -108,7 +107,7 @@ def test_a_healthy_drafter_is_kept_on_text_whose_hard_tokens_come_in_a_rhythm(nu
                 taken += 1
             steps.append((num_speculative_tokens, taken))
             start += 1 + taken
-    served = counts_of_steps(steps, 3)
+    served = SpeculationCounts(steps)
     assert promise.length_at(served.steps) == pytest.approx(served.acceptance_length, rel=0.03)
     assert served.acceptance_length > promise.lowest_served(served.steps, 8, tolerance=0.0, chance=0.01)
     assert promise.rates[0][0] < 0.6 < 0.9 < promise.rates[2][0]

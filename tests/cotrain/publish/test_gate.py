@@ -130,7 +130,7 @@ def test_expectation_of_a_mixture_is_that_of_its_verification_steps():
 def served(seconds: float = 10.0, seconds_at: Sequence[Sequence[float]] = ()) -> RolloutBatch:
     """A step of generation; seconds_at: see GainReport, without any the draft length was fixed."""
     gain = GainReport(seconds_at=[list(row) for row in seconds_at]) if seconds_at else None
-    return RolloutBatch([], [], None, seconds, 500, gain=gain)
+    return RolloutBatch([], [], seconds, 500, gain=gain)
 
 
 def test_each_drafter_counts_at_the_draft_length_that_suits_it_best():

@@ -49,8 +49,7 @@ def run(publisher: Publisher, world: World, steps: Any) -> list[SimpleNamespace]
             if outcome.trains:
                 world.train(step, 1)
             metrics, events = outcome.metrics, outcome.events
-        counts = batch.speculation
-        length = counts.acceptance_length if counts else 1.0
+        length = batch.speculation.acceptance_length
         rows.append(SimpleNamespace(metrics=metrics, events=events, length=length, serving=world.serving))
     return rows
 
@@ -348,7 +347,7 @@ def test_speculation_switched_off_by_its_controller_is_no_alarm(new_publisher: A
     def undrafted(step: int) -> RolloutBatch:
         world.num_speculative_tokens = 0
         batch = generate(step)
-        return RolloutBatch(batch.rollouts, batch.features, None, batch.seconds, batch.num_generated_tokens, {}, off)
+        return RolloutBatch(batch.rollouts, batch.features, batch.seconds, batch.num_generated_tokens, {}, off)
 
     world.generate = undrafted  # type: ignore[method-assign]
     rows = run(publisher, world, range(1, 4))

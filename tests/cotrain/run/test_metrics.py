@@ -62,8 +62,7 @@ def test_speculation_metrics_by_hand():
 
 
 def test_no_acceptance_is_claimed_where_nothing_was_drafted():
-    assert speculation_metrics(None) == {}
-    assert speculation_metrics(counts(0, 3, (0, 0, 0))) == {
+    assert speculation_metrics(SpeculationCounts()) == {
         "rollout/drafted_tokens": 0,
         "rollout/num_drafts": 0,
     }
@@ -71,6 +70,6 @@ def test_no_acceptance_is_claimed_where_nothing_was_drafted():
 
 def test_no_rate_is_claimed_of_a_position_that_no_draft_was_long_enough_for():
     """Drafted and rejected is 0; never drafted is nothing."""
-    metrics = speculation_metrics(SpeculationCounts((6, 4, 0), ((3, 0, 0), (4, 0, 0), (0, 0, 0))))
+    metrics = speculation_metrics(SpeculationCounts({(1, 0): 3, (1, 1): 3, (2, 1): 4}))
     rates = {name[-1]: rate for name, rate in metrics.items() if "rate_pos" in name}
     assert rates == {"1": 0.7, "2": 0.0}

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from cotrain.records import Prompt, Rollout, ScoredRollout, SpeculationCounts, Versions
+from cotrain.records import Prompt, Rollout, ScoredRollout, Versions
 from cotrain.tasks.prompts import write_samples
-from tests.speculation_counts import counts
+from tests.speculation_counts import steps_of
 
 
-def scored(i: int, speculation: SpeculationCounts | None = None) -> ScoredRollout:
-    rollout = Rollout(f"p{i}", 0, [1, i], [7, 8], [-0.1, -0.2], f"text {i}", "stop", Versions(4, 2), speculation)
+def scored(i: int, steps: tuple[tuple[int, int], ...] = ()) -> ScoredRollout:
+    rollout = Rollout(f"p{i}", 0, [1, i], [7, 8], [-0.1, -0.2], f"text {i}", "stop", Versions(4, 2), steps)
     return ScoredRollout(rollout, 1.0, 0.5)
 
 
@@ -28,7 +28,7 @@ def rows(path) -> list[dict]:
 
 def test_the_first_rollouts_are_written_one_a_line(tmp_path):
     path = tmp_path / "samples" / "step_000004.jsonl"
-    drafted = counts(2, 3, (2, 1, 0))
+    drafted = steps_of(2, 3, (2, 1, 0))
     write_samples(path, [scored(0, drafted), *(scored(i) for i in range(1, 6))], prompts("42"), TOKENIZER)
     first, second, *others = rows(path)
     assert len(others) == 2

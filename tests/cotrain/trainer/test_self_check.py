@@ -44,7 +44,7 @@ def tapped(tmp_path, layers=LAYERS, noise=0.0, holes=slice(0, 0), policy=None, s
     )
     path = tmp_path / "features.safetensors"
     write_records(path, [record])
-    return RolloutBatch([], [str(path)], None, 1.0, 1)
+    return RolloutBatch([], [str(path)], 1.0, 1)
 
 
 def test_the_same_states_pass(tmp_path):
@@ -131,7 +131,7 @@ def test_nothing_but_holes_does_not_pass(tmp_path):
 
 def test_a_first_step_without_features_is_an_error():
     with pytest.raises(SelfCheckFailed, match=r"raise rollout\.features\.max_bytes"):
-        check_features(RolloutBatch([], [], None, 1.0, 1), Policy().hidden_states, "float32")
+        check_features(RolloutBatch([], [], 1.0, 1), Policy().hidden_states, "float32")
 
 
 def test_the_relative_error_is_one_of_norms():
@@ -143,7 +143,7 @@ def with_rollout(batch: RolloutBatch, prompt_length: int = 5, tokens: list[int] 
     """The batch, with the rollout that its one record came from, parted after prompt_length tokens."""
     tokens = list(range(LENGTH)) if tokens is None else tokens
     prompt, response = tokens[:prompt_length], tokens[prompt_length:]
-    rollout = Rollout("p", 0, prompt, response, [-1.0] * len(response), "", "stop", Versions(0, 0), None)
+    rollout = Rollout("p", 0, prompt, response, [-1.0] * len(response), "", "stop", Versions(0, 0))
     return dataclasses.replace(batch, rollouts=[rollout])
 
 

@@ -11,7 +11,7 @@ from cotrain.trainer.spec import tap_share
 
 def rollouts_of(*lengths: int) -> list[ScoredRollout]:
     versions = Versions(0, 0)
-    rollouts = [Rollout("p", 0, [1] * 10, [2] * (n - 10), [], "", "stop", versions, None) for n in lengths]
+    rollouts = [Rollout("p", 0, [1] * 10, [2] * (n - 10), [], "", "stop", versions) for n in lengths]
     return [ScoredRollout(rollout, 0.0, 0.0) for rollout in rollouts]
 
 

@@ -41,11 +41,11 @@ class Engine:
         records = self.records[first : first + len(requests)]
         write_records(path, records)
         rollouts = [
-            Rollout(q.prompt_id, q.sample_index, ids[: r.prompt_length], ids[r.prompt_length :], [], "", "stop", Versions(0, 0), None)
+            Rollout(q.prompt_id, q.sample_index, ids[: r.prompt_length], ids[r.prompt_length :], [], "", "stop", Versions(0, 0))
             for q, r in zip(requests, records, strict=True)
             for ids in [r.token_ids.tolist()]
         ]  # fmt: skip
-        return RolloutBatch(rollouts, [str(path)], None, 2.0, sum(len(r.token_ids) for r in rollouts))
+        return RolloutBatch(rollouts, [str(path)], 2.0, sum(len(r.token_ids) for r in rollouts))
 
 
 class Prompts(list):

@@ -106,7 +106,7 @@ def write_run(folder: Path, steps: int = 8, k: int = K, slots: int = 8, engines:
             began, share = engine.now, [length for group in groups[i::engines] for length in group]
             verified = engine.generate(share)
             rollouts += [
-                Rollout("p", 0, [1], [5] * n, [], "", "stop", Versions(0, 0), None, tuple(s))
+                Rollout("p", 0, [1], [5] * n, [], "", "stop", Versions(0, 0), tuple(s))
                 for n, s in zip(share, verified, strict=True)
             ]
             busy.append(engine.now - began)
