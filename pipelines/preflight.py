@@ -120,12 +120,11 @@ def find_problems(
             model = resolve_model(config.policy.model)
     except ValueError as error:
         problems.append(str(error))
-    problems += _problems(
-        _check_data, config, "rollout.prompts_per_step", config.rollout.prompts_per_step, model, quick
-    )
-    if train and config.validation is not None:
-        held_out = config.on_validation()
-        found = _problems(_check_data, held_out, "validation.num_prompts", config.validation.num_prompts, model, quick)
+    wanted = "rollout.prompts_per_step", config.rollout.prompts_per_step
+    problems += _problems(_check_data, config, *wanted, model, quick)
+    if train and config.validation is not None and (held_out := config.held_out) is not None:
+        wanted = "validation.num_prompts", config.validation.num_prompts
+        found = _problems(_check_data, held_out, *wanted, model, quick)
         found += _problems(load_reward, held_out.task.reward) if isinstance(held_out.task, DatasetTask) else []
         if held_out.task.num_scorers > 1:
             found.append("task.num_scorers: a single process scores held-out responses; leave it out")

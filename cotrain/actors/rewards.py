@@ -61,8 +61,3 @@ class Rewards:
 def start_scorers(cluster: Cluster, nodes: Nodes, config: RunConfig) -> list[Rewards]:
     """Begin to start task.num_scorers scoring processes."""
     return [Rewards(cluster, nodes, config, role) for role in roles_of(config) if role.startswith("rewards")]
-
-
-def start_validation(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Rewards | None:
-    """Begin to start the process that scores responses to the prompts of [validation], if there are any."""
-    return Rewards(cluster, nodes, config.on_validation(), "validation") if config.validation is not None else None

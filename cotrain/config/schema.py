@@ -382,10 +382,12 @@ class RunConfig(Section):
     def model(self) -> str:
         return self.policy.model
 
-    def on_validation(self) -> "RunConfig":
-        """Return this run on the prompts of [validation], which it must have, with another seed."""
-        assert self.validation is not None
-        return self.model_copy(update={"task": self.validation.task, "seed": self.seed + 1, "validation": None})
+    @property
+    def held_out(self) -> "RunConfig | None":
+        """This run on the prompts of [validation], with another seed; None if it has none."""
+        if self.validation is None:
+            return None
+        return self.model_copy(update={"task": self.validation.task, "seed": self.seed + 1})
 
     @property
     def sampling(self) -> str:

@@ -19,7 +19,6 @@ from cotrain.loop.roles import Roles
 from cotrain.loop.saving import Checkpoints
 from cotrain.loop.step import Clock, StepResult
 from cotrain.loop.training import DrafterTraining
-from cotrain.loop.validation import Validation
 from cotrain.policy.learner import PolicyLearner
 from cotrain.policy.losses import group_advantages
 from cotrain.process.calls import Reply
@@ -64,7 +63,7 @@ class Records:
 
 
 class Controller:
-    """Drives the roles through the steps of a run. It has an attribute for each part of a step that keeps state."""
+    """Drives the roles through the steps of a run."""
 
     def __init__(
         self, config: RunConfig, run_dir: RunDir, roles: Roles, prompts: Prompts, records: Records, state: RunState
@@ -80,7 +79,6 @@ class Controller:
         if roles.drafter is not None:
             updates = state.drafting["updates"] if state.drafting is not None else ()
             self._training = DrafterTraining(config, roles.drafter, roles.reactor, records.events, updates)
-        self._validation = Validation(config, roles, prompts.tokenizer) if config.validation is not None else None
         self._heads: list[Reply[None]] = []  # the call in which the trainer reads the policy's head
         if state.drafting is not None and roles.publisher is not None:
             roles.publisher.load_state(state.drafting)
@@ -98,8 +96,8 @@ class Controller:
         try:
             while self.step < self.config.steps and not stop_requested():
                 self._report(self._one_step(self.step + 1, stop_requested))
-                if self._validation is not None and self._validation.failure is not None:
-                    raise self._validation.failure
+                if self.roles.validation is not None and self.roles.validation.failure is not None:
+                    raise self.roles.validation.failure
             self._save_last()
         except TaskFailed as failure:
             # The producer raises it before anything of the step is trained on, so what is finished can be saved.
@@ -159,9 +157,9 @@ class Controller:
             with clock.phase("swap_policy"):
                 swaps["policy"] = self._swap_policy(step, payload)
         self.producer.release()
-        if self._validation is not None and self._validation.due(step):
+        if self.roles.validation is not None and self.roles.validation.due(step):
             with clock.phase("validation"):
-                learned |= self._validation.metrics()
+                learned |= self.roles.validation.metrics(self.roles.engines)
         if outcome is not None:
             outcomes.append(outcome)
             if outcome.swap is not None:

@@ -7,6 +7,7 @@ from cotrain.actors.engines import RolloutEngines
 from cotrain.actors.policy import Policy
 from cotrain.actors.rewards import Rewards
 from cotrain.loop.reactor import Reactor
+from cotrain.loop.validation import Validation
 from cotrain.publish.publisher import Publisher
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.versions import CurrentWeights
@@ -27,4 +28,4 @@ class Roles:
     reactor: Reactor
     nodes: Nodes
     current: CurrentWeights
-    validation: Rewards | None = None  # scores responses to the prompts of [validation]
+    validation: Validation | None = None

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.actors.engines import RolloutEngines
+from cotrain.actors.rewards import Rewards
 from cotrain.config.schema import RunConfig
-from cotrain.loop.roles import Roles
+from cotrain.loop.reactor import Reactor
 from cotrain.process.failures import TaskFailed
 from cotrain.records import RolloutRequest
 from cotrain.tasks.base import build_task
@@ -14,43 +16,40 @@ from cotrain.tasks.prompts import encode_prompt
 
 
 class Validation:
-    """The prompts of the [validation] table, and the scores of the policy on them."""
+    """The prompts of the [validation] table, the process that scores responses to them, and the scores of the policy."""
 
-    def __init__(self, config: RunConfig, roles: Roles, tokenizer: Any):
+    def __init__(self, config: RunConfig, rewards: Rewards, reactor: Reactor, tokenizer: Any):
         """Raises ValueError when a prompt cannot be encoded."""
-        assert config.validation is not None
-        self._roles, self._every, self._last = roles, config.validation.every, config.steps
-        held_out = config.on_validation()
-        task, longest = build_task(held_out.task, held_out.seed), config.rollout.max_prompt_tokens
-        self._prompts = [task[i] for i in range(min(config.validation.num_prompts, len(task)))]
-        self._samples = config.validation.samples_per_prompt
+        fields, held_out, longest = config.validation, config.held_out, config.rollout.max_prompt_tokens
+        assert fields is not None and held_out is not None
+        self._fields, self._last, self.rewards, self._reactor = fields, config.steps, rewards, reactor
+        task = build_task(held_out.task, held_out.seed)
+        self._prompts = [task[i] for i in range(min(fields.num_prompts, len(task)))]
         self._requests = [
             RolloutRequest(prompt.id, sample, encode_prompt(tokenizer, prompt, longest), None)
             for prompt in self._prompts
-            for sample in range(self._samples)
+            for sample in range(fields.samples_per_prompt)
         ]
-        temperature = config.validation.temperature
-        self._sampling = {"temperature": temperature} | ({} if temperature else {"top_p": 1.0, "top_k": -1})
         self.failure: TaskFailed | None = None
-        assert roles.validation is not None
-        roles.reactor.add(roles.validation.starting, lambda _: None)
+        reactor.add(rewards.starting, lambda _: None)
 
     def due(self, step: int) -> bool:
         """Whether the policy is to be scored after this step."""
-        return step % self._every == 0 or step == self._last
+        return step % self._fields.every == 0 or step == self._last
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, engines: RolloutEngines) -> dict[str, float]:
         """Score the policy that the engines serve. The standard error is over prompts.
 
         If the reward raises, there are no metrics, and `failure` is to end the run once the step, which has trained, is recorded.
         """
-        rollouts = self._roles.engines.generate(self._requests, **self._sampling)
-        assert self._roles.validation is not None
+        temperature, samples = self._fields.temperature, self._fields.samples_per_prompt
+        sampling = {"temperature": temperature} | ({} if temperature else {"top_p": 1.0, "top_k": -1})
+        rollouts = engines.generate(self._requests, **sampling)  # in the order of the requests
         results: list[list[float] | TaskFailed] = []
-        for i, prompt in enumerate(self._prompts):  # responses come in the order of the requests
-            texts = [rollout.text for rollout in rollouts[i * self._samples : (i + 1) * self._samples]]
-            self._roles.reactor.add(self._roles.validation.begin(prompt, texts), results.append)
-        self._roles.reactor.until(lambda: len(results) == len(self._prompts))
+        for i, prompt in enumerate(self._prompts):
+            texts = [rollout.text for rollout in rollouts[i * samples : (i + 1) * samples]]
+            self._reactor.add(self.rewards.begin(prompt, texts), results.append)
+        self._reactor.until(lambda: len(results) == len(self._prompts))
         self.failure = next((result for result in results if isinstance(result, TaskFailed)), None)
         if self.failure is not None:
             return {}

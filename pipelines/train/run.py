@@ -8,7 +8,7 @@ from typing import Any
 from cotrain.actors.drafter import start_drafter
 from cotrain.actors.engines import HISTORY, RolloutEngines
 from cotrain.actors.policy import start_policy
-from cotrain.actors.rewards import start_scorers, start_validation
+from cotrain.actors.rewards import Rewards, start_scorers
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
@@ -17,6 +17,7 @@ from cotrain.loop.controller import Records as Records
 from cotrain.loop.producer import Prompts as Prompts
 from cotrain.loop.reactor import Reactor
 from cotrain.loop.roles import Roles
+from cotrain.loop.validation import Validation
 from cotrain.lossless.family import GreedyCheck, compare_greedy
 from cotrain.policy.learner import PolicyLearner
 from cotrain.process.cluster import Cluster
@@ -54,11 +55,10 @@ def start_roles(
 
     The drafter starts first, because the engines need its folder. `tracker` is called while the engines load.
     """
-    versions, drafter, serving, publisher = state.versions, None, None, None
+    versions, drafter, serving, publisher, validation = state.versions, None, None, None, None
     checkpoint = run_dir.checkpoint(state.step)
     current = CurrentWeights(versions, config.stream.max_policy_lag)
     reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), start_scorers(cluster, nodes, config)
-    validation = start_validation(cluster, nodes, config)
     engines = RolloutEngines(cluster, nodes, config, current, reactor.add)
     if config.drafter is not None:
         folder = run_dir.path / "drafter_init"
@@ -73,6 +73,8 @@ def start_roles(
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)
     tokenizer = load_tokenizer(nodes.model_path)
+    if (held_out := config.held_out) is not None:
+        validation = Validation(config, Rewards(cluster, nodes, held_out, "validation"), reactor, tokenizer)
     if state.step:
         policy.call(PolicyLearner.load, checkpoint / "policy")
     payload = policy.write_payload(nodes.scratch[policy.node] / POLICY_FILE)

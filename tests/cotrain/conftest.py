@@ -9,6 +9,7 @@ import pytest
 from cotrain.loop.controller import Controller, Records
 from cotrain.loop.producer import Prompts
 from cotrain.loop.roles import Roles
+from cotrain.loop.validation import Validation
 from cotrain.publish.publisher import Publisher, PublisherSpec
 from cotrain.records import (
     Prompt,
@@ -63,7 +64,8 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         learners: Any = (Policy(), Drafter(world), publisher)
         roles: Any = Roles(simulated_roles.Engines(world), [Rewards()], *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
-        roles.validation = Rewards() if config.validation is not None else None
+        if config.validation is not None:
+            roles.validation = Validation(config, Rewards(), roles.reactor, TOKENIZER)  # type: ignore[arg-type]
         files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]

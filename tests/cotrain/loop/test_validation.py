@@ -25,7 +25,7 @@ def rows(controller: Any) -> list[dict[str, Any]]:
 
 def test_the_served_policy_is_scored_every_few_steps_and_at_the_end(start: Any) -> None:
     controller = start(World(GOOD), steps=5, validation=VALIDATION)
-    controller.roles.validation.begin = lambda prompt, texts: [float(text) for text in texts]
+    controller.roles.validation.rewards.begin = lambda prompt, texts: [float(text) for text in texts]
     controller.run()
     assert [step for step, _ in scored(controller)] == [2, 4, 5]
     # Responses to prompt i have 3 i, 3 i + 1 and 3 i + 2 tokens, and are worth as much.
@@ -50,12 +50,12 @@ def test_problems_are_not_those_of_the_run(start: Any) -> None:
     controller = start(World(GOOD), task=TASK, validation=VALIDATION | {"num_prompts": 50})
     task = build_task(controller.config.task, controller.config.seed)
     trained = {str(task[i].messages) for i in range(len(task))}
-    assert len({str(prompt.messages) for prompt in controller._validation._prompts} - trained) > 45
+    assert len({str(prompt.messages) for prompt in controller.roles.validation._prompts} - trained) > 45
 
 
 def test_a_reward_that_raises_ends_the_run_once_the_step_is_recorded(start: Any) -> None:
     controller = start(World(GOOD), steps=5, validation=VALIDATION)
-    controller.roles.validation.failing = {"chain_sum-1"}
+    controller.roles.validation.rewards.failing = {"chain_sum-1"}
     with pytest.raises(TaskFailed, match="raised KeyError"):
         controller.run()
     assert [row["step"] for row in rows(controller)] == [1, 2] and scored(controller) == []
