@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,7 +14,10 @@ DEPTHS = (0, 32, 128, 512, 2048, 8192, 32768)
 
 def counts_of(rollouts: Iterable[Rollout]) -> SpeculationCounts:
     """Count the verification steps of rollouts."""
-    return SpeculationCounts(chain.from_iterable(rollout.verification_steps for rollout in rollouts))
+    counts = SpeculationCounts()
+    for rollout in rollouts:
+        counts.update(rollout.speculation)
+    return counts
 
 
 def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:

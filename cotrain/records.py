@@ -76,9 +76,14 @@ class SpeculationCounts(Counter[tuple[int, int]]):
         return [sum(n for (_, accepted), n in self.items() if accepted > i) for i in range(len(self.steps))]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that these steps emitted, one more than they accepted each."""
+        return sum((1 + accepted) * n for (_, accepted), n in self.items())
+
+    @property
     def acceptance_length(self) -> float:
-        """Mean tokens emitted per verification step: 1 + accepted / drafts."""
-        return 1.0 + sum(self.accepted_per_position) / max(1, self.total())
+        """Mean tokens emitted per verification step; 1 without any."""
+        return self.num_tokens / self.total() if self else 1.0
 
 
 MOST_UNDRAFTED = 0.05
@@ -100,6 +105,10 @@ class Rollout:
     verification_steps: tuple[tuple[int, int], ...] = ()
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
     earlier: tuple[Segment, ...] = ()  # the segments that other versions generated before, in order
+    speculation: SpeculationCounts = field(init=False)  # counted where the rollout is made, and not in the controller
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speculation", SpeculationCounts(self.verification_steps))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -114,8 +123,7 @@ class Rollout:
         Where drafting paused for long, the drafter's KV cache may have gaps, so its later acceptance is not what is expected of it.
         """
         # The last step may have emitted more than the response holds.
-        emitted = 1 + sum(1 + accepted for _, accepted in self.verification_steps)
-        return emitted >= (1 - MOST_UNDRAFTED) * len(self.token_ids)
+        return 1 + self.speculation.num_tokens >= (1 - MOST_UNDRAFTED) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

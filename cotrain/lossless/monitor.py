@@ -136,5 +136,5 @@ def speculated_tokens(rollout: Rollout, length: int) -> int:
     steps, and its last step reaches past the end of the response, up to k tokens too many are counted.
     """
     whole = len(rollout.token_ids)
-    emitted = min(sum(1 + accepted for _, accepted in rollout.verification_steps), whole - 1)
+    emitted = min(rollout.speculation.num_tokens, whole - 1)
     return max(0, emitted - (whole - length))

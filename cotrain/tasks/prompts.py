@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cotrain.acceptance_stats import counts_of
 from cotrain.records import Prompt, ScoredRollout
 
 Messages = list[dict[str, str]]
@@ -127,7 +126,7 @@ def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[st
                 "advantage": scored.advantage,
                 "finish_reason": rollout.finish_reason,
                 "versions": str(rollout.versions),
-                "acceptance_length": counts_of([rollout]).acceptance_length if rollout.verification_steps else None,
+                "acceptance_length": rollout.speculation.acceptance_length if rollout.speculation else None,
             }
             file.write(json.dumps(row, default=str) + "\n")
 
