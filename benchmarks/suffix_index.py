@@ -112,6 +112,13 @@ def mean(values: np.ndarray) -> str:
     return f"{values.mean():.2f} ± {values.std(ddof=1) / len(values) ** 0.5:.2f}"
 
 
+def distribution(drafts: Any, request: int, position: int) -> dict[int, float]:
+    """Return the distribution that a token was drawn from: probabilities by token."""
+    size = drafts.sizes[request, position]
+    of_token = drafts.supports[request, position, :size], drafts.probabilities[request, position, :size]
+    return dict(zip(*(values.tolist() for values in of_token), strict=True))
+
+
 def acceptances(index: Any, rollout: Any, draws: bool, most: int | None = None) -> np.ndarray:
     """The chance that each token of a response but the first is what a draft in its place was accepted as.
 
@@ -121,7 +128,7 @@ def acceptances(index: Any, rollout: Any, draws: bool, most: int | None = None) 
     for i in range(1, number, 1 if most is None else max(1, -(-number // most))):
         token, draft = rollout.token_ids[i], one.draft(index, i, draws)
         if draws:
-            known = draft.distribution(0, 0).get(token, 0.0) if draft.nums[0] else 0.0
+            known = distribution(draft, 0, 0).get(token, 0.0) if draft.nums[0] else 0.0
             found.append(min(1.0, known / np.exp(rollout.log_probs[i])))
         else:
             found.append(float(draft.lists() == [[token]]))

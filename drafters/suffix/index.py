@@ -91,12 +91,6 @@ class Drafts(NamedTuple):
         """Return the tokens of each draft."""
         return [tokens[:num] for tokens, num in zip(self.tokens.tolist(), self.nums.tolist(), strict=True)]
 
-    def distribution(self, request: int, position: int) -> dict[int, float]:
-        """Return the distribution that a token was drawn from: probabilities by token."""
-        size = self.sizes[request, position]
-        of_token = self.supports[request, position, :size], self.probabilities[request, position, :size]
-        return dict(zip(*(values.tolist() for values in of_token), strict=True))
-
 
 def key_of(prompt_token_ids: Sequence[int] | Tokens) -> bytes:
     """Return the key of a prompt: requests with the same prompt tokens share a history."""

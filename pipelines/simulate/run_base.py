@@ -1,4 +1,4 @@
-"""A finished run as the measured base of a simulation: its records become a SYSTEM.toml, and are checked on the run itself."""
+"""A finished run as the measured base of a simulation: its records become a SYSTEM.toml."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,11 @@ from cotrain.config.load import Table, read_config
 from cotrain.config.schema import RunConfig
 from cotrain.records import StepTotal
 from cotrain.run.rows import read_rows
-from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.step_time import MeasuredCells
 from cotrain.simulation.system import System, load_system
 
 LEAST_STEPS, LEAST_DRAFTS, MOST_RESPONSES = 8, 200, 1000
 """Engine steps per cell, and verification steps per depth, that are more than noise; about as many responses are simulated."""
-
-BOUND = 0.10  # largest relative error allowed in predicting the generation of half of a run's steps from the others
 
 
 @dataclass(frozen=True)
@@ -130,19 +127,3 @@ def run_system(folder: Path, overrides: Sequence[str] = ()) -> System:
     if any(text.startswith("drafter.accept=") for text in overrides):
         table.get("drafter", {}).pop("by_depth", None)
     return load_system(table, overrides)
-
-
-def compared(folder: Path) -> tuple[float, float]:
-    """Mean seconds of generation of every other pair of steps, predicted from the steps between and measured.
-
-    Pairs, since drafters may train in every second step. Raises ValueError if no prediction can be made.
-    """
-    run = recorded(folder)
-    steps = sorted(run.times["step"])
-    if run.config.stream.max_policy_lag:
-        raise ValueError("--check: with stream.max_policy_lag above 0 no step has a time of its own")
-    if len(steps) < 4:
-        raise ValueError(f"--check: {len(steps)} whole steps are too few to hold some out; 4 do")
-    known, held = (run.only([n for i, n in enumerate(steps) if i % 4 in places]) for places in ((0, 1), (2, 3)))
-    system = load_system(table_of(known) | {"workload": table_of(held)["workload"]})
-    return Scenario(system).generation, float(held.busiest.mean())

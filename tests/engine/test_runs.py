@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.simulator_run import compared
 from cotrain.run.mlflow_store import absolute_uri
 from cotrain.run.registry import list_drafters, pull_drafter
 from cotrain.simulation.scenario import Scenario
-from pipelines.simulate.run_base import compared, recorded, run_system
+from pipelines.simulate.run_base import recorded, run_system
 from tests.engine.conftest import make_requests
 from tests.engine.runs import STEPS, TIMEOUT_S, command, metrics_of, straight_run
 

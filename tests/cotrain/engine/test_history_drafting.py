@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.suffix_index import distribution
 from cotrain.engine.history import HistoryDrafting, Probabilities, Proposal, Step, match_classes, speed_of
 from cotrain.engine.interface import attach
 from cotrain.engine.speculation.draft_length import Plan
@@ -142,7 +143,7 @@ def test_the_tensor_of_distributions_holds_those_of_the_step_alone() -> None:
         expected = torch.zeros(requests, k, 11)
         for i, num in enumerate(nums):
             for j in range(num):
-                of_token = {int(supports[i, j, 1]): 1.0} if likeliest else drafts.distribution(i, j)
+                of_token = {int(supports[i, j, 1]): 1.0} if likeliest else distribution(drafts, i, j)
                 for token, value in of_token.items():
                     expected[i, j, token] = value
         assert torch.equal(probabilities.of(drafts, np.full(requests, likeliest)), expected)

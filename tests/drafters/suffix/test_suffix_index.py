@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.suffix_index import distribution
 from drafters.suffix import frequencies
 from drafters.suffix.frequencies import EVERY_PROMPT_WEIGHT
 from drafters.suffix.index import BYTES_PER_TOKEN, Drafts, RequestTexts, SuffixIndex, key_of
@@ -91,14 +92,14 @@ def test_the_distribution_is_the_blend_of_counts_by_context(response: list[int])
     texts = history()
     prompt = PROMPTS[0]
     expected = plain_distribution(texts, prompt, response)
-    assert draft_of(filled(texts), prompt, response, 1, True).distribution(0, 0) == pytest.approx(expected, abs=1e-12)
+    assert distribution(draft_of(filled(texts), prompt, response, 1, True), 0, 0) == pytest.approx(expected, abs=1e-12)
 
 
 def test_places_that_are_left_out_are_counted_by_those_that_are_not() -> None:
     """Of many places, one in `stride` is counted, and must weigh as much against the request's own text as all of them."""
     texts = [([number], [7, 1]) for number in range(600)]
     prompt, response = [7, 2, 7, 3], [7]
-    found = draft_of(filled(texts), prompt, response, 1, True).distribution(0, 0)
+    found = distribution(draft_of(filled(texts), prompt, response, 1, True), 0, 0)
     assert found == pytest.approx(plain_distribution(texts, prompt, response), rel=0.05)
 
 
@@ -108,18 +109,18 @@ def test_tokens_are_drawn_from_the_distribution_that_is_handed_over() -> None:
     for _ in range(20_000):
         draft = draft_of(index, prompt, text, 2, True)
         drawn[int(draft.tokens[0, 0])] += 1
-    laws, second = draft.distribution(0, 0), draft.distribution(0, 1)
+    laws, second = distribution(draft, 0, 0), distribution(draft, 0, 1)
     assert stats.chisquare([drawn[t] for t in laws], [20_000 * q for q in laws.values()]).pvalue > 1e-3
     # The second token follows the first one drawn, and is of the distribution after it.
     assert sum(second.values()) == pytest.approx(1.0)
-    assert draft_of(index, prompt, [*text, int(draft.tokens[0, 0])], 1, True).distribution(0, 0) == second
+    assert distribution(draft_of(index, prompt, [*text, int(draft.tokens[0, 0])], 1, True), 0, 0) == second
 
 
 def test_without_draws_each_token_is_the_likeliest() -> None:
     draft = draft_of(filled(history()), PROMPTS[1], [3], 4, False)
     assert draft.nums.tolist() == [4]
     for j, token in enumerate(draft.lists()[0]):
-        law = draft.distribution(0, j)
+        law = distribution(draft, 0, j)
         assert law[token] == max(law.values())
 
 
@@ -145,7 +146,7 @@ def test_requests_draft_together_what_each_drafts_alone() -> None:
             one = draft_of(alone, prompt, text, 3, bool(draws[place]))
             assert drafts.lists()[place] == one.lists()[0] and drafts.matches[place] == one.matches[0]
             for j in range(one.nums[0]):
-                assert drafts.distribution(place, j) == one.distribution(0, j)
+                assert distribution(drafts, place, j) == distribution(one, 0, j)
         lengths = np.minimum(lengths, 13)
 
 
@@ -183,7 +184,7 @@ def test_what_is_left_after_forgetting_is_an_index_of_the_newest_texts() -> None
     while index.advance():
         pass
     for prompt, response in texts[:9]:
-        found = draft_of(index, prompt, response[:8], 1, True).distribution(0, 0)
+        found = distribution(draft_of(index, prompt, response[:8], 1, True), 0, 0)
         assert found == pytest.approx(plain_distribution(texts[-held:], prompt, response[:8]), abs=1e-12)
 
 
@@ -208,7 +209,7 @@ def test_pieces_of_work_do_not_grow_with_the_index(monkeypatch: pytest.MonkeyPat
     for prompt, response in texts[:5]:
         found, expected = (draft_of(i, prompt, response[:9], 3, False) for i in (index, plain))
         assert found.lists() == expected.lists()
-        assert [found.distribution(0, j) for j in range(3)] == [expected.distribution(0, j) for j in range(3)]
+        assert [distribution(found, 0, j) for j in range(3)] == [distribution(expected, 0, j) for j in range(3)]
 
 
 def test_texts_that_are_forgotten_before_they_are_learnt_are_never_learnt() -> None:
@@ -245,7 +246,7 @@ def test_a_saved_index_drafts_on_as_the_first_would(tmp_path: Path) -> None:
     for other in (again, third):
         other.load(tmp_path / "index.safetensors")
         one, two = (draft_of(i, PROMPTS[0], text, 4, False) for i in (index, other))
-        assert one.lists() == two.lists() and one.distribution(0, 0) == pytest.approx(two.distribution(0, 0))
+        assert one.lists() == two.lists() and distribution(one, 0, 0) == pytest.approx(distribution(two, 0, 0))
         drawn.append([draft_of(other, PROMPTS[0], text, 4, True).lists() for _ in range(20)])
     assert drawn[0] != drawn[1], "engines that load the same file draw the same numbers"
 

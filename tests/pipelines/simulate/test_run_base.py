@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.simulator_run import compared
 from cotrain.run.rows import read_rows
 from cotrain.simulation.scenario import Scenario
 from cotrain.simulation.step_time import MeasuredCells
-from pipelines.simulate.run_base import compared, recorded, run_system, step_times
+from pipelines.simulate.run_base import recorded, run_system, step_times
 from tests.pipelines.simulate.planted_run import (
     AROUND,
     EARLY,
@@ -159,7 +160,7 @@ def test_what_a_run_cannot_answer_is_said(runs: dict[str, Path], tmp_path: Path)
         recorded(suffix)
     lagging = write_run(tmp_path / "lagging", steps=3, stream={"max_policy_lag": 1})
     assert run_system(lagging).system.lag == 1
-    with pytest.raises(ValueError, match=r"--check: with stream\.max_policy_lag above 0"):
+    with pytest.raises(ValueError, match=r"with stream\.max_policy_lag above 0"):
         compared(lagging)
     with pytest.raises(ValueError, match="3 whole steps are too few"):
         compared(write_run(tmp_path / "short", steps=3))

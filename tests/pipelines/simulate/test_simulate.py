@@ -110,8 +110,6 @@ def test_a_run_is_a_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "k<=2 by batch" in said(capsys, "--run", run) and "step times: measured" in said(
         capsys, "--run", run, "drafter.k=1"
     )
-    assert "bound 10%" in said(capsys, "--run", run, "--check")
-    assert "--check: it predicts a run as it was" in said(capsys, "--run", run, "--check", "drafter.k=1", status=2)
 
 
 def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +122,7 @@ def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -
         '[cost]  type = "cells"',
         "[drafter]",
         "drafted_k",
-        "--check",
+        "--run quickstart",
     ):
         assert part in text
     assert "[policy]" not in text
@@ -136,7 +134,6 @@ def test_help_explains_fields_and_examples(capsys: pytest.CaptureFixture[str]) -
         ([], "SYSTEM.toml: give a system, for example configs/simulate/cpu.toml, or --run RUN"),
         ([CPU, "--run", "quickstart"], "SYSTEM.toml: give a system"),
         ([CPU, PAPER], "workload: limit, mean_length, responses would have no effect beside groups"),
-        ([CPU, "--check"], "--check: it predicts a run as it was; name the run with --run"),
         ([PAPER.replace("8b", "8")], "no such file; did you mean"),
         ([CPU, "drafter.kk=2"], "drafter.kk: unknown field; did you mean drafter.k?"),
         ([CPU, "system.slots=2", "drafter.k=two"], "2 problems in the configuration"),
