@@ -8,7 +8,6 @@ import argparse
 import importlib
 import os
 import select
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from cotrain import __version__
 from cotrain.process.failures import RunFailure
 from cotrain.process.scratch import remove_scratch_folders
 from cotrain.process.stopping import INTERRUPTED
-from cotrain.run.mlflow_store import absolute_uri, default_uri, sqlite_file
+from cotrain.run.mlflow_store import absolute_uri, default_uri
 from pipelines.help import CommandParser
 
 COMMANDS = {
@@ -35,12 +34,10 @@ COMMANDS = {
     "models": ("pipelines.models:main", "say what a policy can do: which drafters, and with which limits"),
     "doctor": ("pipelines.doctor.command:main", "check this machine or cluster before a run is started on it"),
     "drafters": ("pipelines.cli:drafters", "list or pull the drafters that runs have published"),
-    "ui": ("pipelines.cli:ui", "print how to look at the runs in a browser"),
 }
 """By command: its function, which takes the arguments and returns the exit status, and its help text."""
 
 OWN_PACKAGES = ("cotrain", "drafters", "pipelines")
-UI_PORT = 5000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,24 +146,6 @@ def drafters(arguments: Sequence[str]) -> int:
     row = pull_drafter(absolute_uri(parsed.uri), parsed.name, parsed.folder)
     versions = "p{policy_version}-d{drafter_version} of {run_name} for {policy}".format(**row.tags)
     print(f"{row.name}/{row.version} ({versions}) is in {parsed.folder}")
-    return 0
-
-
-def ui(arguments: Sequence[str]) -> int:
-    """`cotrain ui`: print the page of a server, or the command that serves an sqlite file and the page to open then."""
-    parser = argparse.ArgumentParser(prog="cotrain ui")
-    parser.add_argument("--uri", default=default_uri(), help="MLflow tracking URI (default %(default)s)")
-    uri = parser.parse_args(arguments).uri
-    # Without workflowType MLflow opens in its GenAI view, which shows neither charts nor registered models.
-    page = "#/experiments?workflowType=machine_learning"
-    if uri.startswith(("http://", "https://")):
-        print(f"{uri.rstrip('/')}/{page}")
-        return 0
-    uri = absolute_uri(uri)
-    if (database := sqlite_file(uri)) and not database.exists():
-        raise ValueError(f"--uri: {database} does not exist yet; a run writes it, or give the URI of another store")
-    print(f"mlflow server --backend-store-uri {shlex.quote(uri)} --workers 1 --port {UI_PORT}")
-    print(f"then open http://127.0.0.1:{UI_PORT}/{page}")
     return 0
 
 

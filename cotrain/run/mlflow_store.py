@@ -55,8 +55,14 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def uri_argument(uri: str) -> str:
-    """Return the option that points `cotrain ui` and `cotrain drafters` at this store; empty for the default one."""
+    """Return the option that points `cotrain drafters` at this store; empty for the default one."""
     return "" if uri == absolute_uri(default_uri()) else f" --uri {shlex.quote(uri)}"
+
+
+def page_of(uri: str) -> str:
+    """Return the page of a tracking server, or the command that serves another store."""
+    is_server = uri.startswith(("http://", "https://"))
+    return uri if is_server else f"mlflow server --backend-store-uri {shlex.quote(uri)} --workers 1"
 
 
 def check_uri(uri: str) -> None:

@@ -16,7 +16,7 @@ from cotrain.process.stopping import stop_at_once
 from cotrain.process.threads import num_cores
 from cotrain.run.checkpoint import model_fingerprints, newest_state
 from cotrain.run.console import Console, aligned
-from cotrain.run.mlflow_store import tracking_uri, uri_argument
+from cotrain.run.mlflow_store import page_of, tracking_uri
 from cotrain.run.provenance import begin_attempt
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
@@ -87,6 +87,6 @@ def banner(config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[s
     if gpus:
         notes["devices"] = f"{sum(gpus.values()):g} GPUs for {len(gpus)} processes"
         notes["policy updates"] = config.policy.weight_transfer
-    notes["mlflow"] = f"cotrain ui{uri_argument(tracking_uri(config))}"
+    notes["mlflow"] = page_of(tracking_uri(config))
     logs, metrics = shlex.quote(str(run_dir.logs)), shlex.quote(str(run_dir.metrics))
     return notes | {"log": f"tail -f {logs}/*.log", "metrics": f"tail -f {metrics}"}

@@ -26,7 +26,7 @@ from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import Rollout, RolloutRequest
 from cotrain.run.checkpoint import RunState, is_disk_full
 from cotrain.run.console import Console, aligned
-from cotrain.run.mlflow_store import tracking_uri, uri_argument
+from cotrain.run.mlflow_store import page_of, tracking_uri, uri_argument
 from cotrain.run.registry import first_drafter
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
@@ -169,7 +169,7 @@ def finish(controller: Controller, finished: bool, check: GreedyCheck | None) ->
         commands["get the drafter for stock vLLM"] = f"cotrain drafters pull {registered} my-drafter{store}"
         commands["measure its speed"] = f"cotrain bench {drafter}"
         commands["test that it changes no output"] = f"cotrain verify {drafter}"
-    commands["look at the curves"] = f"cotrain ui{store}"
+    commands["look at the curves"] = page_of(tracker.uri)
     head = f"{'Done' if finished else 'Stopped'}: {progress(run, config.steps)}"
     console.say("\n".join(["", head, aligned(lines, wraps=True), "", "Next:", aligned(commands)]))
 

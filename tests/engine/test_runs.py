@@ -42,7 +42,9 @@ def test_a_run_ends_with_a_summary(straight: str, root: Path) -> None:
     assert "speculation  k=3 at every batch size (fixed)" in straight
     assert "prompts identical" in straight and "DIFFERS" not in straight
     assert f"  report       {root / 'straight/report/report.html'}" in straight
-    assert re.search(rf"cotrain ui --uri sqlite:///{root}/mlflow\.db$", straight, re.MULTILINE)
+    assert re.search(
+        rf"mlflow server --backend-store-uri sqlite:///{root}/mlflow\.db --workers 1$", straight, re.MULTILINE
+    )
     assert (root / "straight" / "report" / "acceptance_length.png").is_file()
     rows = metrics_of(root, "straight")
     assert [row["versions/policy"] for row in rows] == list(range(STEPS))

@@ -13,5 +13,5 @@ def test_the_banner_says_where_to_look(run_config: Any, tmp_path: Path) -> None:
         gpus = {"policy": 1.0, "rollout_0": 0.5}
         lines = banner(config, run, tmp_path / "model", gpus)
     assert lines["run"] == str(run.path) and lines["steps"] == "4 (8 prompts x 8 samples)"
-    assert lines["metrics"] == f"tail -f {run.metrics}" and lines["mlflow"] == "cotrain ui --uri http://host:5000"
+    assert lines["metrics"] == f"tail -f {run.metrics}" and lines["mlflow"] == "http://host:5000"
     assert lines["drafter"] == "eagle3 from random init" and lines["devices"] == "1.5 GPUs for 2 processes"

@@ -43,7 +43,7 @@ def status_of(*arguments: str) -> int:
 def test_help_names_the_commands_without_torch() -> None:
     result = cotrain("--help", without_torch=True)
     assert result.returncode == 0
-    assert all(command in result.stdout for command in ("train", "verify", "bench", "drafters", "ui"))
+    assert all(command in result.stdout for command in ("train", "verify", "bench", "drafters"))
 
 
 @pytest.mark.parametrize(("unbuffered", "help_status"), [("", 141), ("1", 0)])  # argparse itself ignores the second
@@ -143,7 +143,6 @@ def test_overrides_may_stand_on_either_side_of_options() -> None:
         (["train", SMOKE, "--steps", "3"], "unrecognized arguments: --steps"),
         (["drafters", "list", "extra"], "unrecognized arguments: extra"),
         (["drafters", "pull", "nobody", "folder"], "no drafter 'nobody'"),
-        (["ui"], "--uri:"),
         (["tarin"], "invalid choice: 'tarin'"),
     ],
     ids=lambda value: " ".join(value).replace(SMOKE, "smoke.toml") if isinstance(value, list) else "",
@@ -188,18 +187,7 @@ def test_a_pipe_that_breaks_elsewhere_is_a_defect(monkeypatch: pytest.MonkeyPatc
     def broken(arguments: list[str]) -> int:
         raise BrokenPipeError
 
-    monkeypatch.setattr("pipelines.cli.ui", broken)
+    monkeypatch.setattr("pipelines.cli.report", broken)
     with open(os.devnull, "w") as output, monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
         patch.setattr(sys, "stdout", output)
-        main(["ui"])
-
-
-def test_ui_prints_the_server_and_the_page(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "mlflow.db").touch()
-    server, page = cotrain("ui", folder=tmp_path).stdout.splitlines()
-    assert server.startswith(f"mlflow server --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db")
-    assert page.endswith("?workflowType=machine_learning")
-    assert cotrain("ui", "--uri", "http://host:5000/").stdout == (
-        "http://host:5000/#/experiments?workflowType=machine_learning\n"
-    )
+        main(["report"])

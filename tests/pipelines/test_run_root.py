@@ -57,8 +57,6 @@ def test_drafters_are_looked_for_there_and_it_is_said(
     assert cli.main(["drafters", "list"]) == 0
     assert f"No drafters yet at sqlite:///{root}/mlflow.db" in capsys.readouterr().out
     (root / "mlflow.db").write_bytes(empty_mlflow_database.read_bytes())
-    assert cli.main(["ui"]) == 0
-    assert f"--backend-store-uri 'sqlite:///{root}/mlflow.db' --workers" in capsys.readouterr().out
     assert cli.main(["bench", "--model", "tiny:llama", "--drafter", "models:/none", "--k", "1"]) == 2
     assert f"no drafter 'models:/none' at sqlite:///{root}/mlflow.db" in capsys.readouterr().err
     assert cli.main(["drafters", "list", "--uri", "sqlite:///elsewhere.db"]) == 0
