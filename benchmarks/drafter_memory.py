@@ -7,6 +7,7 @@ AdamW's moments, the target's embedding and head, and the features. Linux only.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -28,14 +29,12 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     from pydantic import TypeAdapter
 
-    from cotrain.trainer.memory import return_freed_blocks
     from drafters.alignment import DraftBatch
     from drafters.base import SamplingParams, TargetSpec, TargetWeights
     from drafters.build import build_drafter
     from drafters.config import DrafterModelConfig
     from drafters.losses import drafter_loss
 
-    return_freed_blocks()
     baseline = status_bytes("VmRSS")
     target = TargetSpec(
         model_type="llama",
@@ -104,7 +103,10 @@ def main() -> None:
     if args.in_this_process:
         measure(args)
     else:
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--in-this-process"], check=True)
+        from cotrain.actors.drafter import RETURN_FREED  # as in a run
+
+        step = [sys.executable, __file__, *sys.argv[1:], "--in-this-process"]
+        subprocess.run(step, check=True, env=os.environ | RETURN_FREED)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from cotrain.trainer.spec import trainer_spec
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.nodes import Nodes
 
+RETURN_FREED = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(4 * 2**20))
+"""Settings of glibc: blocks of that many bytes go back to the system when they are freed. By itself it keeps those of up to 32 MiB. A
+drafter's step frees many below that, between others that stay, and a fifth of its peak memory was holes (benchmarks/drafter_memory.py)."""
+
 
 class DrafterActor(LearnerActor):
     """The drafter trainer; the name is the process's title."""
@@ -37,6 +41,6 @@ class Drafter(Learner[DrafterTrainer]):
 def start_drafter(cluster: Cluster, nodes: Nodes, config: RunConfig, init_folder: Path | None) -> Drafter:
     """Begin to start a DrafterTrainer."""
     node = cluster.node_of["drafter"]
-    actor = cluster.start(DrafterActor, "drafter", nodes.call(node, openmp_environment))
+    actor = cluster.start(DrafterActor, "drafter", nodes.call(node, openmp_environment) | RETURN_FREED)
     create = partial(DrafterTrainer, trainer_spec(config), nodes.model_path, init_folder, engine_device())
     return Drafter(cluster, [actor], node, create)

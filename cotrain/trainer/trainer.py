@@ -20,7 +20,6 @@ from cotrain.process.failures import RunFailure
 from cotrain.publish.evidence import FreshScores, enough
 from cotrain.records import WeightPayload
 from cotrain.trainer.buffer import FeatureBuffer, TrainingBatch, batches_of, spread_over_prompts, teacher_of
-from cotrain.trainer.memory import return_freed_blocks
 from cotrain.trainer.spec import MAX_ROLLOUTS, TrainerSpec
 from cotrain.trainer.target import read_target_weights
 from cotrain.transport.features import FeatureRecord, read_shard
@@ -77,8 +76,6 @@ class DrafterTrainer:
         model_path is the target's folder; only drafters that start with its weights read them. device: "cpu" or
         "cuda". Raises ValueError when drafter, target and settings do not fit each other.
         """
-        if device == "cpu":
-            return_freed_blocks()
         config, self._spec, self._device = spec.drafter, spec, device
         self._target = TargetSpec.from_pretrained(model_path)
         if init_folder is None:

@@ -472,10 +472,3 @@ def test_a_cosine_schedule_ends_with_the_last_training_round(new_trainer, target
     add(trainer, [shard_of(target.rollouts(4, 2, seed=1, policy_version=0))])
     rates = [trainer.train(step, 3)["drafter/learning_rate"] for step in (3, 6, 9)]
     assert rates[0] > rates[1] > rates[2] == pytest.approx(1e-4)
-
-
-def test_a_trainer_on_the_cpu_hands_freed_memory_back(new_trainer, monkeypatch):
-    calls = []
-    monkeypatch.setattr("cotrain.trainer.trainer.return_freed_blocks", lambda: calls.append(True))
-    new_trainer()
-    assert calls
