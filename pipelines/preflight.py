@@ -128,6 +128,8 @@ def find_problems(
         found += _problems(load_reward, held_out.task.reward) if isinstance(held_out.task, DatasetTask) else []
         if held_out.task.num_scorers > 1:
             found.append("task.num_scorers: a single process scores held-out responses; leave it out")
+        if config.validation.samples_per_prompt > 1 and not config.validation.temperature:
+            found.append("validation.samples_per_prompt: all are the same at validation.temperature = 0; raise that")
         problems += [re.sub(r"\btask\.", "validation.task.", problem) for problem in found]
     if model is None:
         return problems

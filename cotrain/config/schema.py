@@ -305,9 +305,9 @@ class ValidationConfig(Section):
     num_prompts: PositiveInt = 64
     """Prompts to score on, the first ones of the task."""
     samples_per_prompt: PositiveInt = 1
-    """Responses to each prompt."""
+    """Responses to each prompt; more than one need a temperature."""
     temperature: NonNegativeFloat = 0.0
-    """Of these responses. 0: the likeliest tokens. Others are drawn with rollout.top_p and rollout.top_k."""
+    """Temperature of these responses. 0 takes the likeliest tokens; above, rollout.top_p and rollout.top_k hold too."""
 
 
 class MonitorConfig(Section):

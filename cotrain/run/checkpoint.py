@@ -35,7 +35,7 @@ MIB, FINGERPRINT_MIB = 2**20, 1024
 FREE = (
     "steps", "checkpoint.*", "tracking.*", "cluster.*", "lossless.*", "policy.micro_batch_tokens", "policy.num_processes",
     "policy.sharding", "policy.weight_transfer", "rollout.max_prompt_tokens", "stream.reward_timeout_s", "task.num_scorers",
-    "task.skip_bad_rows", "drafter.alarms.*", "drafter.on_drafter_failure",
+    "task.skip_bad_rows", "validation.*", "drafter.alarms.*", "drafter.on_drafter_failure",
 )  # fmt: skip
 """A resume may change these and FREE_FIELDS: they decide when a run stops or where it computes, but not what. Which rows fit
 and are left out is part of the task's fingerprint."""

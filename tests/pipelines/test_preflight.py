@@ -128,6 +128,8 @@ def test_problems_of_held_out_prompts_name_their_own_fields(build, tmp_path: Pat
     assert line.startswith("validation.num_prompts: 9 is more than the 8 prompts of the task; lower it, or raise valid")
     [line] = problems(build(*held_out, "validation.num_prompts=8", "validation.task.num_scorers=2"))
     assert line.startswith("validation.task.num_scorers: a single process")
+    [line] = problems(build(*held_out, "validation.num_prompts=8", "validation.samples_per_prompt=2"))
+    assert line.startswith("validation.samples_per_prompt: all are the same at validation.temperature = 0")
     data = ["validation.task.type=dataset", f"validation.task.path={tmp_path}/none.jsonl", "validation.task.reward=no"]
     lines = problems(build(*data))
     assert [line.partition(":")[0] for line in lines] == ["validation.task.path", "validation.task.reward"]

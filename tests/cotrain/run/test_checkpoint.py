@@ -253,6 +253,7 @@ def test_a_resume_may_change_the_length_and_the_surroundings(run_config, tmp_pat
         "checkpoint": {"every": 1},
         "tracking": {"log_drafters": False},
         "cluster": {"strategy": "SPREAD"},
+        "validation": {"task": {"type": "reasoning_gym", "name": "chain_sum"}},
     }
     check_resume(run_config(**changes, run_root=tmp_path / "moved"), {}, saved)
 
