@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.suffix_index import distribution
 from cotrain.engine.history import HistoryDrafting, Proposal, Step
 from cotrain.engine.interface import attach, attached
 from cotrain.engine.speculation.draft_length import Plan
@@ -76,7 +77,7 @@ def sharpened(drafts: Drafts) -> Drafts:
 def anticipates(drafts: Drafts) -> Drafts:
     """A draft ends before a token that has turned out to be an unlikely one."""
     likely = [
-        [drafts.distribution(i, j)[token] >= 0.3 for j, token in enumerate(tokens)]
+        [distribution(drafts, i, j)[token] >= 0.3 for j, token in enumerate(tokens)]
         for i, tokens in enumerate(drafts.lists())
     ]
     return drafts.first(np.array([[*of_request, False].index(False) for of_request in likely]))

@@ -59,7 +59,7 @@ def test_no_micro_batch_has_more_positions_than_it_may(bound: int) -> None:
     """Padding included. Only a rollout that is longer by itself does."""
     lengths = random.Random(0).choices(range(3, 40), k=60)
     rollouts = [
-        ScoredRollout(Rollout("p", i, [1, 2], [3] * n, [-1.0] * n, "", "stop", Versions(0, 0), None), 0.0, 1.0)
+        ScoredRollout(Rollout("p", i, [1, 2], [3] * n, [-1.0] * n, "", "stop", Versions(0, 0)), 0.0, 1.0)
         for i, n in enumerate(lengths)
     ]
     batches = micro_batches(rollouts, bound, CPU)
