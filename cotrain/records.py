@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 
@@ -90,7 +91,7 @@ MOST_UNDRAFTED = 0.05
 """Share of a response that may be generated without drafts, as in steps that try it, before it tells nothing of the drafter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rollout:
     """One generated response."""
 
@@ -105,10 +106,11 @@ class Rollout:
     verification_steps: tuple[tuple[int, int], ...] = ()
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
     earlier: tuple[Segment, ...] = ()  # the segments that other versions generated before, in order
-    speculation: SpeculationCounts = field(init=False)  # counted where the rollout is made, and not in the controller
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "speculation", SpeculationCounts(self.verification_steps))
+    @cached_property
+    def speculation(self) -> SpeculationCounts:
+        """Its verification steps, counted. The engine that makes the rollout counts them, and no other process that it goes to."""
+        return SpeculationCounts(self.verification_steps)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
