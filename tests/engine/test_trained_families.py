@@ -29,9 +29,9 @@ def test_a_run_trains_a_drafter_that_speculates(name: str, tmp_path: Path, capsy
     output = " ".join(train(tmp_path, "configs/smoke.toml", model, *SETTINGS, *RUNS[name]).split())
     assert "tapped hidden states are the policy's own" in output
     assert "greedy output identical with and without speculation" in output
-    assert "Done: 5 of 5 steps" in train(tmp_path, "--resume", "smoke", "steps=5")
+    assert "Done: 4 of 4 steps" in train(tmp_path, "--resume", "smoke", "steps=4")
     lengths = [row["rollout/acceptance_length"] for row in metrics_of(tmp_path, "smoke")]
-    assert lengths[0] < 1.3 and lengths[-1] > 1.5, lengths
+    assert lengths[0] < 1.3 and lengths[-1] > 1.35, lengths  # of drafters that two rounds have trained
 
     exported = tmp_path / "exported"
     assert main(["export", str(tmp_path / "smoke"), str(exported)]) == 0
