@@ -1,6 +1,7 @@
 """Counts from vLLM's own per-request accumulator."""
 
-from dataclasses import replace
+import pickle
+from dataclasses import asdict, replace
 
 import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -31,6 +32,15 @@ def test_a_position_counts_when_all_before_it_were_accepted():
 def test_the_acceptance_length_is_vllms():
     metrics = metrics_of([(3, 2), (3, 0), (1, 1)])
     assert counts_of_request(metrics).acceptance_length == pytest.approx(metrics.to_dict()["mean_acceptance_length"])
+
+
+def test_counts_travel_with_a_rollout_and_are_no_field_of_it():
+    """The controller adds up what engines have counted, whatever the length of the responses."""
+    rollout = rollout_of(9, [(3, 3), (3, 1)])
+    assert counts_of([rollout]).total() == 2
+    there = pickle.loads(pickle.dumps(rollout))
+    assert vars(there)["speculation"] == rollout.speculation and there == rollout
+    assert "speculation" not in asdict(rollout)
 
 
 def test_totals_are_sums_over_rollouts():
