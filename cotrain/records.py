@@ -39,6 +39,7 @@ class Prompt:
     id: str  # stable name within the task
     messages: list[dict[str, str]]  # chat messages, before the chat template
     answer: Any  # what the task's scorer needs (a string, or the task's own entry)
+    columns: dict[str, Any] = field(default_factory=dict)  # further cells of its row that a user's reward takes
 
 
 @dataclass(frozen=True, slots=True)

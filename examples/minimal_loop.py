@@ -25,6 +25,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -155,8 +156,8 @@ async def train(config: RunConfig, scratch: Path) -> None:
                 await engine.set_num_speculative_tokens(None)  # the engine chooses k from here on
             served = engine.versions
             batch = await generate(config, engine, prompts)
-            by_id = {prompt.id: prompt for prompt, _ in prompts}
-            rewards = [score(by_id[rollout.prompt_id], rollout.text) for rollout in batch.rollouts]
+            texts, size = iter([rollout.text for rollout in batch.rollouts]), config.rollout.samples_per_prompt
+            rewards = [one for prompt, _ in prompts for one in score(prompt, list(islice(texts, size)))]
             decision = await improve_drafter(config, roles, batch, step)
             await improve_policy(roles, with_advantages(config, rewards, batch))
             length = batch.speculation.acceptance_length

@@ -112,8 +112,7 @@ def find_problems(
     problems += _problems(_check_vllm, config)
     if on_this_machine:
         problems += _problems(_check_device, config) + _problems(_check_run_root, config)
-    if train and isinstance(config.task, DatasetTask):
-        problems += _problems(load_reward, config.task.reward)
+    problems += _reward_problems(config) if train else []
     model = None
     try:
         if not (quick and has_to_be_fetched(config.policy.model)):
@@ -125,7 +124,7 @@ def find_problems(
     if train and config.validation is not None and (held_out := config.held_out) is not None:
         wanted = "validation.num_prompts", config.validation.num_prompts
         found = _problems(_check_data, held_out, *wanted, model, quick)
-        found += _problems(load_reward, held_out.task.reward) if isinstance(held_out.task, DatasetTask) else []
+        found += _reward_problems(held_out)
         if held_out.task.num_scorers > 1:
             found.append("task.num_scorers: a single process scores held-out responses; leave it out")
         if config.validation.samples_per_prompt > 1 and not config.validation.temperature:
@@ -152,6 +151,11 @@ def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
     except ValueError as error:
         found.append(str(error))
     return found
+
+
+def _reward_problems(config: RunConfig) -> list[str]:
+    names = config.task.reward if isinstance(config.task, DatasetTask) else ()
+    return [problem for name in names for problem in _problems(load_reward, name)]
 
 
 def _check_vllm(config: RunConfig) -> Iterator[str]:

@@ -53,9 +53,7 @@ def test_the_reward_of_the_study_of_drift_pays_for_different_words(monkeypatch: 
     prompt = task[0]
     assert len(task) >= config.steps * config.rollout.prompts_per_step
     score = build_score(config.task, seed=0)
-    assert score(prompt, "") == 0
-    assert score(prompt, "The the THE sum") == 2 / 24
-    assert score(prompt, " ".join(map(str, range(40)))) == 1
+    assert score(prompt, ["", "The the THE sum", " ".join(map(str, range(40)))]) == [0, 2 / 24, 1]
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: str(path.relative_to(ROOT)))

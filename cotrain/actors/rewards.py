@@ -23,18 +23,15 @@ class RewardActor(Actor):
         self._score = build_score(config.task, config.seed)
 
     def score(self, prompt: Prompt, responses: list[str]) -> list[float] | TaskFailed:
-        """Return the reward of each response to a prompt, or the failure if the reward has raised, which goes into the log too."""
+        """Return the reward of each response to a prompt, or the failure if a reward has raised, which goes into the log too."""
         from cotrain.tasks.rewards import reward_failure
 
-        rewards: list[float] = []
-        for response in responses:
-            try:
-                rewards.append(self._score(prompt, response))
-            except (Exception, SystemExit) as error:
-                traceback.print_exception(error)
-                print(f"prompt {prompt}\nresponse {response!r}", flush=True)
-                return reward_failure(error, prompt, response)
-        return rewards
+        try:
+            return self._score(prompt, responses)
+        except Exception as error:
+            traceback.print_exception(error)
+            print(f"prompt {prompt}\nresponses {responses}", flush=True)
+            return error if isinstance(error, TaskFailed) else reward_failure(error, prompt, responses)
 
 
 class Rewards:

@@ -7,6 +7,7 @@ from cotrain.config.schema import (
     BYTES_PER_TOKEN,
     MIN_PROMPTS,
     MIN_ROLLOUTS,
+    DatasetTask,
     DrafterConfig,
     PolicyConfig,
     RolloutConfig,
@@ -16,6 +17,11 @@ from cotrain.config.schema import (
 
 def broken_rules(config: RunConfig) -> list[str]:
     lines = [*_learner_rules(config.policy, config.rollout), *_lag_rules(config), *_engine_rules(config)]
+    held_out = config.validation.task if config.validation else None
+    for field, task in (("task", config.task), ("validation.task", held_out)):
+        if isinstance(task, DatasetTask) and len(task.reward_weights) not in (0, len(task.reward)):
+            number = f"{len(task.reward_weights)} do not fit the {len(task.reward)} of {field}.reward"
+            lines.append(f"{field}.reward_weights: {number}; set one for each, or leave them out")
     return lines + (_drafter_rules(config.drafter, config.rollout) if config.drafter else [])
 
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drafters.config import BLOCK_DRAFTERS, DrafterModelConfig, Section
 
@@ -15,6 +15,8 @@ BYTES_PER_TOKEN = 16
 """Bytes per token of the index of rollouts, as in drafters/suffix/index.py, which is not imported here because it needs numba."""
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
+
+ONE_OR_SEVERAL = BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
 
 MIN_PROMPTS = 4
 """Fewest prompts that noise is estimated from. With two or three, the degrees of freedom of Student's t are themselves a
@@ -275,8 +277,10 @@ class DatasetTask(TaskConfig):
     """Column of the answer when its name is none of those in the three schemas."""
     skip_bad_rows: bool = False
     """Leave out rows that cannot be used, and count them. By default they are listed, and nothing starts."""
-    reward: str = "math_verify"
-    """exact, numeric, math_verify, or a function (prompt, response, answer) -> float as package.module:function."""
+    reward: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_SEVERAL] = ("math_verify",)
+    """exact, numeric, math_verify or package.module:function, or a list of these, whose weighted sum is the reward."""
+    reward_weights: tuple[float, ...] = ()
+    """Weights of the rewards in that list, one for each. Default: 1 for each."""
 
 
 class ReasoningGymTask(TaskConfig):

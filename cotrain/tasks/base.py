@@ -38,9 +38,16 @@ def fingerprint(task: Task) -> str:
     return hashlib.blake2b(repr((len(task), prompts)).encode(), digest_size=16).hexdigest()
 
 
-def build_score(config: ReasoningGymTask | DatasetTask, seed: int) -> Callable[[Prompt, str], float]:
-    """Return the function that scores a response to a prompt of the task. Raises ValueError naming task.reward."""
+def build_score(config: ReasoningGymTask | DatasetTask, seed: int) -> Callable[[Prompt, list[str]], list[float]]:
+    """Return the function that scores all responses to a prompt of the task. Raises ValueError naming task.reward."""
     if isinstance(config, ReasoningGymTask):
-        return ReasoningGymProblems(config, seed).score
-    reward = load_reward(config.reward)
-    return lambda prompt, response: reward(prompt.messages, response, prompt.answer)
+        verify = ReasoningGymProblems(config, seed).score
+        return lambda prompt, responses: [verify(prompt, response) for response in responses]
+    rewards = [load_reward(name) for name in config.reward]
+    weights = config.reward_weights or [1.0] * len(rewards)
+
+    def score(prompt: Prompt, responses: list[str]) -> list[float]:
+        scores = zip(*(reward(prompt, responses) for reward in rewards), strict=True)
+        return [sum(weight * one for weight, one in zip(weights, of, strict=True) if one is not None) for of in scores]
+
+    return score

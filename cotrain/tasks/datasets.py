@@ -10,7 +10,7 @@ from typing import Any
 from cotrain.config.schema import DatasetTask
 from cotrain.records import Prompt
 from cotrain.tasks.prompts import chat_messages, encode_prompt, split_question
-from cotrain.tasks.rewards import REWARDS, check_answer
+from cotrain.tasks.rewards import REWARDS, check_answer, columns_taken
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +36,17 @@ def read_prompts(config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: 
     if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
         # By its text, 0.1 stays 0.1; Python would make 0.10000000149011612 of it.
         rows = rows.cast_column(answer_column, Value("string")).cast_column(answer_column, Value("float64"))
+    taken = columns_taken(config.reward, rows.column_names)
     prompts, bad = list[Prompt](), list[str]()
-    for index, row in enumerate(rows.select_columns(list({column, answer_column or column}))):
+    for index, row in enumerate(rows.select_columns(list({column, answer_column or column, *taken}))):
         try:
             messages, answer = split_question(row[column])
             if answer_column is not None:
                 answer = _read_answer(row[answer_column])
-            check_answer(config.reward, answer)
+            for reward in config.reward:
+                check_answer(reward, answer)
             messages = chat_messages(messages, config.instruction, config.system_prompt)
-            prompt = Prompt(f"{Path(config.path).stem}-{index}", messages, answer)
+            prompt = Prompt(f"{Path(config.path).stem}-{index}", messages, answer, {name: row[name] for name in taken})
             if tokenizer is not None:
                 encode_prompt(tokenizer, prompt, max_prompt_tokens)
             prompts.append(prompt)
@@ -105,7 +107,7 @@ def _prompt_column(config: DatasetTask, columns: list[str]) -> str:
 def _answer_column(config: DatasetTask, prompt_column: str, columns: list[str]) -> str | None:
     """Return the answer column; None if answers come from the last message, or if a user's own reward may need none."""
     names = [name for name in ("reward_model", "answer") if name != prompt_column]
-    needed = prompt_column != "messages" and config.reward in REWARDS
+    needed = prompt_column != "messages" and not REWARDS.keys().isdisjoint(config.reward)
     if config.answer_column is None and not needed and not set(names) & set(columns):
         return None
     return _column("answer_column", [config.answer_column] if config.answer_column else names, columns)

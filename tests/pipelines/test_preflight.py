@@ -170,6 +170,18 @@ def test_a_dry_run_finds_what_needs_no_model(
     assert line.startswith(message.format(folder=tmp_path))
 
 
+def test_a_dry_run_checks_every_reward_and_its_columns(
+    build, tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "levels.py").write_text("def score(prompt, response, answer, level): return level\n")
+    monkeypatch.chdir(tmp_path)
+    rewards = 'task.reward=["nowhere:score", "numeric", "levels:score", "exakt"]'
+    unknown, other, column = quick_problems(build("task=none", "task.type=dataset", f"task.path={rows}", rewards))
+    assert unknown.startswith("task.reward: nowhere:score is neither") and other.startswith("task.reward: exakt is")
+    missing = "missing a required argument: 'level'; the columns are prompt, answer"
+    assert column == f"task.reward: levels:score: {missing}"
+
+
 def test_a_dry_run_fetches_nothing(build, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "resolve_model", lambda name: pytest.fail(f"fetched {name}"))
     monkeypatch.setattr("cotrain.tasks.datasets.load_rows", lambda source: pytest.fail(f"fetched {source.path}"))

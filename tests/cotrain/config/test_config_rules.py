@@ -57,6 +57,20 @@ REFUSED = [
     ("policy.clip_low=1.0", "policy.clip_low: must be less than 1"),
     ("policy.model=''", "policy.model: String should have at least 1 character"),
     (
+        'task={type="dataset", path="rows.jsonl", reward=["exact", "numeric"], reward_weights=[1.0]}',
+        "task.reward_weights: 1 do not fit the 2 of task.reward; set one for each",
+    ),
+    (
+        'task={type="dataset", path="rows.jsonl", reward_weights=[1.0, 2.0]}',
+        "task.reward_weights: 2 do not fit the 1 of task.reward; set one for each",
+    ),
+    (
+        'task={type="dataset", path="rows.jsonl", reward=["exact"], reward_weights=[inf]}',
+        "task.reward_weights: must be a finite number, got inf",
+    ),
+    ('task={type="dataset", path="rows.jsonl", reward=[]}', "task.reward: "),
+    ('task={type="dataset", path="rows.jsonl", reward=5}', "task.reward: must be a valid list, got 5"),
+    (
         "rollout.prompts_per_step=2",
         "rollout.prompts_per_step: drafters are scored on the 2 prompts x 8 samples",
     ),
@@ -101,6 +115,9 @@ ACCEPTED = [
     ["rollout.vllm.swap_space=4", "drafter=none"],
     ["rollout.vllm.tensor_parallel_size=2", "rollout.vllm.data_parallel_size=1"],
     ["name=run-2_b.1"],
+    ['task={type="dataset", path="rows.jsonl", reward="my.rewards:score", reward_weights=[0.5]}'],
+    ['task={type="dataset", path="rows.jsonl", reward=["exact", "numeric"], reward_weights=[1, -0.5]}'],
+    ['task={type="dataset", path="rows.jsonl", reward=["exact", "numeric"]}'],
 ]
 
 

@@ -62,9 +62,9 @@ def rewards_module(tmp_path, monkeypatch, request):
 @pytest.mark.parametrize("separator", [":", "."])
 def test_users_function_gets_prompt_response_and_answer(rewards_module, separator):
     reward = load_reward(f"{rewards_module}{separator}length")
-    value = reward(PROMPT, "four", "2")
-    assert isinstance(value, float)
-    assert value == 4 + len(PROMPT[0]["content"]) + 2
+    values = reward(Prompt("p", PROMPT, "2"), ["four", "five5"])
+    assert all(isinstance(value, float) for value in values)
+    assert values == [4 + len(PROMPT[0]["content"]) + 2, 5 + len(PROMPT[0]["content"]) + 2]
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_unusable_function_is_refused_at_load(rewards_module, name, message):
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("text", "text must return a finite number, got 'good' for 'hi'"), ("infinite", "infinite must .*, got inf")],
+    [("text", "text must return a finite number per response, got 'good'"), ("infinite", "infinite must .*, got inf")],
 )
 def test_result_must_be_a_finite_number(rewards_module, function, message):
     reward = load_reward(f"{rewards_module}:{function}")
-    with pytest.raises(ValueError, match=rf"task\.reward: .*:{message}"):
-        reward(PROMPT, "hi", "7")
+    with pytest.raises(TaskFailed, match=rf"task\.reward: .*:{message}\n.*\n  response: 'hi'$"):
+        reward(Prompt("p", PROMPT, "7"), ["hi"])
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def scorer(monkeypatch):
 
 def test_what_a_users_function_raises_is_told_by_its_own_lines_and_logged(rewards_module, scorer, capsys):
     answer, long = Prompt("sums-12", PROMPT, "7"), "x" * 1000
-    failure = scorer(f"{rewards_module}:raising").score(answer, [long])
+    failure = scorer(f"{rewards_module}:raising").score(answer, [long, "never scored"])
     assert isinstance(failure, TaskFailed)
     head, *lines, prompt, response = str(failure).splitlines()
     assert head == "task.reward raised KeyError: '7'"
@@ -130,7 +130,7 @@ def test_what_a_users_function_raises_is_told_by_its_own_lines_and_logged(reward
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("text", "must return a finite number, got 'good' for 'hi'"), ("leaving", "SystemExit: 3\n  File")],
+    [("text", "must return a finite number per response, got 'good'"), ("leaving", "SystemExit: 3\n  File")],
 )
 def test_whatever_a_users_function_does_is_a_failure_of_the_task(rewards_module, scorer, function, message):
     failure = scorer(f"{rewards_module}:{function}").score(Prompt("p", PROMPT, "7"), ["hi"])

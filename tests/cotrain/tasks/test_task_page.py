@@ -43,12 +43,12 @@ def test_a_cell_of_the_table_of_answers(tmp_path: Path, kind: str, answer: str, 
     prompt, score = build_task(config, seed=0)[0], build_score(config, seed=0)
     right, wrong = (re.findall(r"`([^`]+)`", part) for part in does.split("; not "))
     assert right and wrong, does
-    assert {text: score(prompt, f"Answer: {text}") for text in right} == dict.fromkeys(right, 1.0)
-    assert {text: score(prompt, f"Answer: {text}") for text in wrong} == dict.fromkeys(wrong, 0.0)
+    responses = [f"Answer: {text}" for text in (*right, *wrong)]
+    assert score(prompt, responses) == [1.0] * len(right) + [0.0] * len(wrong), responses
 
 
 def test_the_example_of_a_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, calls = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    function, calls, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert calls.count("assert ") == 3
     assert function == (ROOT / "examples" / "my_rewards.py").read_text()
     (tmp_path / "my_rewards.py").write_text(function)
@@ -58,5 +58,22 @@ def test_the_example_of_a_reward_function(tmp_path: Path, monkeypatch: pytest.Mo
     exec(calls, {})
     config = DatasetTask(type="dataset", path="rows.jsonl", reward=re.search(r'task.reward = "(.*)"', function)[1])
     score = build_score(config, seed=0)
-    assert score(build_task(config, seed=0)[0], "3 + 4 = 7, as everybody knows") == 0.5
+    assert score(build_task(config, seed=0)[0], ["3 + 4 = 7, as everybody knows"]) == [0.5]
     del sys.modules["my_rewards"]
+
+
+def test_the_functions_in_three_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, functions = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "three_rewards.py").write_text(functions)
+    row = {"prompt": "3 + 4?", "answer": 7, "solution": "7", "max_words": 3, "data_source": "sums"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = re.findall(r"three_rewards:\w+", PAGE)
+    assert len(rewards) == 3
+    paid = {}
+    for name in rewards:
+        config = DatasetTask(type="dataset", path="rows.jsonl", reward=name)
+        build_task.cache_clear()
+        paid[name.partition(":")[2]] = build_score(config, 0)(build_task(config, 0)[0], ["7", "It is 8, I think"])
+    assert paid == {"short": [1, 0], "right": [1, 0], "compute_score": [1, 0]}

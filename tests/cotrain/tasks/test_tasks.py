@@ -192,7 +192,7 @@ def test_users_reward_may_do_without_answers(tmp_path, monkeypatch):
     task = dataset_task(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Hi"}]), reward="brevity:score")
     assert task[0].answer is None
     config = DatasetTask(type="dataset", path=str(tmp_path / "prompts.jsonl"), reward="brevity:score")
-    assert build_score(config, seed=0)(task[0], "four") == -4.0
+    assert build_score(config, seed=0)(task[0], ["four"]) == [-4.0]
 
 
 @pytest.mark.parametrize(
