@@ -19,7 +19,7 @@ from typing import Any
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems, model_runner_problems
-from cotrain.config.schema import DatasetTask, DrafterConfig, ReasoningGymTask, RunConfig
+from cotrain.config.schema import AUTO, DatasetTask, DrafterConfig, ReasoningGymTask, RunConfig
 from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.models.capability import drafter_problems
 from cotrain.models.loading import config_folder, has_to_be_fetched, native_head, resolve_model, serving_problems
@@ -97,14 +97,16 @@ def find_problems(
     """
     if on_this_machine and (problems := cache_problems()):
         return problems
-    problems, train, drafter = [], command == "train", config.drafter
+    problems, train, init, drafter = [], command == "train", command == "init", config.drafter
     if not resume and (config.run_root / config.name).exists():
         fix = f"continue it with {resume_arguments(config.run_root, config.name)}, or choose another name=..."
         problems.append(f"name: run {config.name!r} is already in {config.run_root}; {fix}")
-    if not train and drafter is None:
+    if init and drafter is None:
         fix = 'add [drafter.model] with type = "eagle3", "dflash", "dspark", "mtp" or "draft_model"'
         problems.append(f"drafter: `cotrain init` trains a drafter; {fix}")
-    if not train and drafter is not None and drafter.train_every > config.steps:
+    if init and drafter is not None and drafter.init == AUTO:
+        problems.append('drafter.init: "auto" is for `cotrain train`; name a drafter, or leave it out')
+    if init and drafter is not None and drafter.train_every > config.steps:
         what = f"{drafter.train_every} is more than steps = {config.steps}, so that nothing would be trained"
         problems.append(f"drafter.train_every: {what}; lower it, or raise steps")
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
@@ -120,8 +122,9 @@ def find_problems(
     except ValueError as error:
         problems.append(str(error))
     wanted = "rollout.prompts_per_step", config.rollout.prompts_per_step
-    problems += _problems(_check_data, config, *wanted, model, quick)
-    if train and config.validation is not None and (held_out := config.held_out) is not None:
+    if command != "evaluate":
+        problems += _problems(_check_data, config, *wanted, model, quick)
+    if not init and config.validation is not None and (held_out := config.held_out) is not None:
         wanted = "validation.num_prompts", config.validation.num_prompts
         found = _problems(_check_data, held_out, *wanted, model, quick)
         found += _reward_problems(held_out)

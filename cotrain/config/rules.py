@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from cotrain.config.lossless_guard import ALWAYS_REFUSED, engine_problems
 from cotrain.config.schema import (
+    AUTO,
     BYTES_PER_TOKEN,
     MIN_PROMPTS,
     MIN_ROLLOUTS,
@@ -110,6 +111,10 @@ def depth_problems(field: str, num_speculative_tokens: int, depth: int) -> list[
 def _drafter_rules(drafter: DrafterConfig, rollout: RolloutConfig) -> list[str]:
     depth, prompts, samples = drafter.model.trained_depth, rollout.prompts_per_step, rollout.samples_per_prompt
     lines = depth_problems("rollout.num_speculative_tokens", rollout.num_speculative_tokens, depth)
+    if drafter.init == AUTO and not drafter.train:
+        lines.append(
+            'drafter.init: "auto" chooses what training starts from; name the drafter, or set drafter.train = true'
+        )
     # A single sample of each prompt is refused by another rule.
     few = prompts < MIN_PROMPTS or (prompts * samples < MIN_ROLLOUTS and samples > 1)
     if drafter.train and drafter.gate.publish_when != "always" and few:

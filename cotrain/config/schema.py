@@ -221,13 +221,18 @@ class DrafterOptimizerConfig(OptimizerConfig):
     the policy, may want less, for example 3e-4 (docs/measurements/drafters.md)."""
 
 
+AUTO = "auto"
+"""Value of drafter.init."""
+
+
 class DrafterConfig(Section):
     """The drafter, with a field for each choice about its training. Without this section rollouts run without speculation."""
 
     model: DrafterModelConfig
     """Kind and shape of the drafter."""
     init: str | None = None
-    """First weights: a checkpoint folder or an MLflow model URI (models:/NAME@serving). Default: random."""
+    """First weights: a checkpoint folder, an MLflow model URI (models:/NAME@serving), or "auto": of the registered drafters that fit, the
+    one that does best on the first step's rollouts, if it beats a new one. Default: random."""
     train: bool = True
     """Co-train the drafter; False serves the first weights throughout (the frozen baseline)."""
     optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()

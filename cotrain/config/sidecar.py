@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from cotrain.config.load import load, merge
 from cotrain.config.rules import depth_problems
 from cotrain.config.schema import (
+    AUTO,
     NAME,
     CheckpointConfig,
     DrafterConfig,
@@ -84,6 +85,8 @@ def broken_rules(config: SidecarConfig) -> list[str]:
     if (schedule := config.drafter.optimizer.schedule) != "constant":
         end = "needs an end, and a sidecar runs as long as its host"
         problems.append(f'drafter.optimizer.schedule: "{schedule}" {end}; set "constant"')
+    if config.drafter.init == AUTO:
+        problems.append('drafter.init: "auto" is for `cotrain train`; name a drafter, see `cotrain drafters list`')
     return problems
 
 

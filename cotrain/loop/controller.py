@@ -38,6 +38,8 @@ from cotrain.trainer.trainer import DrafterTrainer
 POLICY_FILE = "policy.safetensors"
 """File with the policy's weights on their way to the engines, in a shared-memory folder of the learner's node."""
 
+SAMPLES = 4  # rollouts of a step that are written for people to read
+
 
 @dataclass
 class Records:
@@ -241,6 +243,8 @@ class Controller:
                 self._training.finish()
             spent = self._training.costs.spent(self.state.seconds) if self._training is not None else None
             outcome = publisher.evaluate(step, batch, spent)
+            if self._training is not None:
+                outcome.events[:0] = self._training.starts(step, self.versions.drafter, self.run_dir.starts)
             self.records.decided(outcome)
             if outcome.swap is not None:
                 version = outcome.events[-1].version
@@ -285,7 +289,7 @@ class Controller:
         records.steps.write(step, {"engines": result.engine_steps, "acceptance": acceptance})
         records.metrics.write(step, row)
         records.tracker.log_step(step, row)
-        write_samples(self.run_dir.samples_file(step), result.scored, result.prompts, self.prompts.tokenizer)
+        write_samples(self.run_dir.samples_file(step), result.scored[:SAMPLES], result.prompts, self.prompts.tokenizer)
         events = [event for outcome in result.outcomes for event in outcome.events]
         waits = [outcome.waits for outcome in result.outcomes]
         notes = [records.tracker.behind, *(event.in_short() for event in events), *waits, self.mode or ""]

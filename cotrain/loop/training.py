@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from cotrain.actors.drafter import Drafter
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import AUTO, RunConfig
 from cotrain.loop.reactor import Reactor
+from cotrain.publish.decision import DrafterEvent
 from cotrain.publish.investment import Spent
 from cotrain.records import StepTotal
 from cotrain.run.rows import RowFile
@@ -71,13 +73,27 @@ class DrafterTraining:
     ):
         """rows: what `rows` was when the run was saved."""
         assert config.drafter is not None
-        self._round = config.drafter.updates_per_step
+        self._round, self._chooses = config.drafter.updates_per_step, config.drafter.init == AUTO
         self._trainer, self._reactor, self._events = trainer, reactor, events
         self._step = 0
         self.left = 0  # updates that are still to be made; one of them is under way
         self.rows = [*rows]  # of the updates whose metrics no step has taken; saved in checkpoints
         self.costs = Costs()
         self._begun, self._runs = False, False  # whether a round began in this step, and in the one before
+
+    def starts(self, step: int, version: int, folder: Path) -> list[DrafterEvent]:
+        """Let training start from the best of the drafters in `folder`, if drafter.init asks for that and nothing was trained yet.
+
+        version: that the engines serve. Returns what was chosen and why, as an event.
+        """
+        if step > 1 or not self._chooses:
+            return []
+        lengths, others = self._trainer.call(DrafterTrainer.start_with_best, sorted(map(str, folder.glob("[!.]*"))))
+        best = max(lengths, key=lambda one: lengths[one], default="")
+        tried = [f"{Path(one).name or 'new weights'} {length:.3f}" for one, length in lengths.items()]
+        why = [f"; {Path(one).name} was not scored: {reason}" for one, reason in others.items()]
+        reason = f"starts from {Path(best).name or 'new weights'}: acceptance lengths of {', '.join(tried) or 'none'}{''.join(why)}"
+        return [DrafterEvent(step, "started", version, reason, {})]
 
     def begin(self, step: int) -> None:
         """Start a round of drafter.updates_per_step updates. Updates that are left of an earlier round are dropped."""

@@ -19,7 +19,7 @@ from cotrain.records import RolloutBatch, SwapReport
 CONFIDENCE = 0.95  # of the lower bound of each candidate's gain; a publication without any gain costs only a swap
 MARGIN = 0.02  # acceptance length that this bound must exceed; a smaller gain would not show in the speed
 
-Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm"]
+Kind = Literal["published", "kept back", "refused", "rolled back", "kept", "alarm", "started"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DrafterEvent:
     """One decision about the drafter, as decisions.jsonl holds it."""
 
     step: int
-    kind: Kind  # a candidate is published, kept back or refused; the canary rolls it back or keeps it; or an alarm
+    kind: Kind  # a candidate is published, kept back or refused; the canary rolls it back or keeps it; an alarm; or the first weights
     version: int  # the drafter that the engines serve from the next step on
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Drafter checkpoints in the MLflow model registry, where Tracker registers them: list them, pull one, start a run with one."""
 
+import logging
 import os
 import tempfile
 from datetime import datetime
@@ -10,13 +11,17 @@ import pandas as pd
 from mlflow import MlflowException
 from mlflow.entities.model_registry import ModelVersion
 
+from cotrain.config.schema import AUTO
 from cotrain.models.loading import native_head
 from cotrain.run.mlflow_store import absolute_uri, connect, in_short, sqlite_file
 from cotrain.weights.digests import file_digest
 
+log = logging.getLogger(__name__)
+
 FILES = ("config.json", "model.safetensors")
 DIGEST_TAG, EXPECTED_TAG = "xxh3.", "expected_acceptance_length"
 SHOWN_TAGS = ("policy_version", "drafter_version", EXPECTED_TAG, "run_name")
+MOST_STARTS = 8  # drafters that drafter.init = "auto" tries
 NATIVE = "native"  # what a user calls the MTP head that came with a policy
 
 
@@ -91,9 +96,20 @@ def drafter_folder(uri: str, spec: str, model: Path, folder: Path) -> Path:
     return Path(spec)
 
 
+def pull_starts(uri: str, folder: Path) -> None:
+    """Copy the newest MOST_STARTS registered drafters with the alias `best` into folders `NAME-VERSION` of `folder`, unless there."""
+    best = [row for row in list_drafters(absolute_uri(uri)) if "best" in row.aliases][:MOST_STARTS]
+    for row in best:
+        if not (start := folder / f"{row.name}-{row.version}").exists():
+            try:
+                pull_drafter(absolute_uri(uri), f"{row.name}/{row.version}", start)
+            except ValueError as error:  # the others can still be tried
+                log.warning("drafter.init: %s", error)
+
+
 def first_drafter(uri: str, init: str | None, model: Path, folder: Path) -> Path | None:
     """Return the folder of drafter.init, or else of the policy's MTP head; None: a new drafter. Raises ValueError naming it."""
-    if init is None:
+    if init in (None, AUTO):
         return native_head(model)
     try:
         return drafter_folder(uri, init, model, folder)

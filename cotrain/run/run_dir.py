@@ -64,6 +64,11 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Published drafter, as stock vLLM serves it."""
         return self.path / "drafters" / f"v{version:04d}"
 
+    @property
+    def starts(self) -> Path:
+        """Folder of the registered drafters that are tried with drafter.init = "auto"."""
+        return self.path / "drafter_starts"
+
     def start_attempt(self) -> None:
         """Make the next logs/attempt_N and point logs/latest at it."""
         logs = self.path / "logs"

@@ -14,7 +14,6 @@ Messages = list[dict[str, str]]
 
 LIKE_MESSAGES = re.compile(r"""\[?\s*\{.*['"](?:role|content)['"]\s*:.*\}\s*\]?""", re.DOTALL)
 """A text that is wholly made of messages, as JSON or as Python prints them."""
-SAMPLES_PER_STEP = 4
 
 
 def chat_messages(question: str | Messages, instruction: str, system_prompt: str) -> Messages:
@@ -113,10 +112,10 @@ class PromptOrder:
 
 
 def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[str, Prompt], tokenizer: Any) -> None:
-    """Write a step's first rollouts as text for people to read, one JSON object a line. prompts: those of the step by id."""
+    """Write rollouts as text for people to read, one JSON object a line. prompts: theirs, by id."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
-        for scored in rollouts[:SAMPLES_PER_STEP]:
+        for scored in rollouts:
             rollout = scored.rollout
             row = {
                 "prompt": tokenizer.decode(rollout.prompt_token_ids),

@@ -37,6 +37,8 @@ of a prompt tend to come back in its response."""
 
 STATE = "trainer.pt"
 
+TRIAL_S = 60.0  # seconds in which drafters are tried as a start
+
 MIXED_PRECISION = ("cuda",)
 """Devices on which matrix products of training and scoring are in bfloat16, in which engines serve there too. Weights, gradients,
 the optimizer's moments, and probabilities and losses are float32 everywhere."""
@@ -174,6 +176,40 @@ class DrafterTrainer:
         if has_candidate and not enough(gathered.prompts) and self._held is None:
             self._held = updates, self._frozen_copy()
         return replace(fresh, gathered=gathered)
+
+    def start_with_best(self, folders: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
+        """Continue with the best of these drafters if it beats this trainer's own, "", on rollouts that are held.
+
+        Call it before the first update. After TRIAL_S seconds no other is tried. Returns the expected acceptance length of each that
+        could be scored, and of the others why not.
+        """
+        began, own = time.monotonic(), self.drafter
+        records = [last for record in self._buffer.records if (last := record.last_segment()).is_scorable]
+        records = sorted(spread_over_prompts(records, MAX_ROLLOUTS), key=teacher_of)
+        best, lengths, others = own, dict[str, float](), dict[str, str]()
+        for folder in ("", *folders) if records else ():
+            try:
+                if time.monotonic() - began > TRIAL_S:
+                    raise ValueError(f"not tried in {TRIAL_S} s")
+                drafter = self._loaded(folder) if folder else own
+                [starts] = self._starts([drafter], records)
+            except ValueError as error:
+                others[folder] = str(error)
+                continue
+            length = 1 + sum(rollout_acceptances(starts, self._served_depth)[-1].rates())
+            best = drafter if length > max(lengths.values(), default=0.0) else best
+            lengths[folder] = length
+        if best is not own:
+            own.load_state_dict(best.state_dict())
+            self._progress.is_new = False
+        return lengths, others
+
+    def _loaded(self, folder: str) -> Drafter:
+        """Return the drafter of a folder. Raises ValueError if engines that serve this trainer's own cannot serve it."""
+        drafter = load_drafter(folder, self._target, self._spec.num_positions, self._spec.drafter.model)
+        if drafter.serving != self.drafter.serving:
+            raise ValueError(f"{folder} needs other hidden states of the policy")
+        return drafter.to(self._device)
 
     def train(self, step: int, num_updates: int) -> dict[str, float]:
         """Take num_updates optimizer steps on batches from the buffer.

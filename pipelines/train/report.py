@@ -99,7 +99,11 @@ def run_facts(run: RunRecord, speculation: str = "", greedy_identical: bool | No
         swaps += [f"rolled back {'once' if rolled_back == 1 else f'{rolled_back:.0f} times'}"] if rolled_back else []
         facts["swaps"] = ", ".join(swaps)
         cost, returned = (run.column(f"time/training_{name}_s").sum() for name in ("cost", "return"))
-        facts |= {"training": f"cost {cost:.1f}s of this run and saved {returned:.1f}s of generation"} if cost else {}
+        if cost:
+            facts["training"] = f"cost {cost:.1f}s of this run and saved {returned:.1f}s of generation"
+        elif trained := run.column("drafter/train_s").sum():
+            unknown = "what it added to the run is not known, since there was no step without it"
+            facts["training"] = f"took {trained:.1f}s beside the run and saved {returned:.1f}s of generation; {unknown}"
     facts["lossless"] = _lossless(run, greedy_identical)
     facts |= {"speculation": speculation} if speculation else {}
     gain = f"decoding {_from_to(run, SPEEDUP)} times no speculation, by step times measured in this run"

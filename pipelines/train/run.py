@@ -9,7 +9,7 @@ from cotrain.actors.drafter import start_drafter
 from cotrain.actors.engines import HISTORY, RolloutEngines
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import Rewards, start_scorers
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import AUTO, RunConfig
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.loop.controller import POLICY_FILE, Controller
@@ -27,7 +27,7 @@ from cotrain.records import Rollout, RolloutRequest
 from cotrain.run.checkpoint import RunState, is_disk_full
 from cotrain.run.console import Console, aligned
 from cotrain.run.mlflow_store import page_of, tracking_uri, uri_argument
-from cotrain.run.registry import first_drafter
+from cotrain.run.registry import first_drafter, pull_starts
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
@@ -61,8 +61,9 @@ def start_roles(
     reactor, rewards = Reactor(cluster, config.cluster.hang_after_s), start_scorers(cluster, nodes, config)
     engines = RolloutEngines(cluster, nodes, config, current, reactor.add)
     if config.drafter is not None:
-        folder = run_dir.path / "drafter_init"
-        init = first_drafter(tracking_uri(config), config.drafter.init, nodes.model_path, folder)
+        if config.drafter.init == AUTO and not state.step:
+            pull_starts(tracking_uri(config), run_dir.starts)
+        init = first_drafter(tracking_uri(config), config.drafter.init, nodes.model_path, run_dir.path / "drafter_init")
         drafter = start_drafter(cluster, nodes, config, init)
         if state.step:
             drafter.call(DrafterTrainer.load, checkpoint / "drafter")

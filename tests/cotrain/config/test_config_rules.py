@@ -65,6 +65,10 @@ REFUSED = [
         "task.reward_weights: 2 do not fit the 1 of task.reward; set one for each",
     ),
     (
+        'validation={task={type="dataset", path="rows.jsonl", reward_weights=[1.0, 2.0]}}',
+        "validation.task.reward_weights: 2 do not fit the 1 of validation.task.reward",
+    ),
+    (
         'task={type="dataset", path="rows.jsonl", reward=["exact"], reward_weights=[inf]}',
         "task.reward_weights: must be a finite number, got inf",
     ),
@@ -77,6 +81,10 @@ REFUSED = [
     (
         "rollout={prompts_per_step=4, samples_per_prompt=3}",
         "rollout.prompts_per_step: drafters are scored on the 4 prompts x 3 samples",
+    ),
+    (
+        "drafter={model={type='eagle3'}, init='auto', train=false}",
+        'drafter.init: "auto" chooses what training starts from',
     ),
     ("drafter.alarms.tolerance=1", "drafter.alarms.tolerance"),
     (

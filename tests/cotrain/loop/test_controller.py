@@ -55,6 +55,24 @@ def test_each_group_has_an_advantage_of_its_own_even_where_two_have_the_same_pro
     assert [round(one.advantage, 2) for one in scored] == [-0.71, 0.71, 0.71, -0.71]
 
 
+def test_training_starts_once_from_the_best_registered_drafter(start: Any) -> None:
+    world = World(learns=5.0)
+    controller = start(world, drafter={"init": "auto"})
+    for name in ("one-3", "two-1", ".partial"):
+        (controller.run_dir.starts / name).mkdir(parents=True)
+    go(controller, 3)
+    assert world.calls.count("start_with_best") == 1
+    assert world.calls.index("take_in") < world.calls.index("start_with_best") < world.calls.index("train")
+    first = read_rows(controller.run_dir.decisions)[0]
+    assert (first["step"], first["kind"], first["version"]) == (1, "started", 0)
+    lengths = "acceptance lengths of new weights 1.020, one-3 2.500"
+    assert first["reason"] == f"starts from one-3: {lengths}; two-1 was not scored: it has no config.json"
+    assert output(controller).count("drafter starts from one-3") == 1
+    controller.run_dir.close()
+    go(start(world, drafter={"init": "auto"}), 4)
+    assert world.calls.count("start_with_best") == 1, "a resumed run has chosen"
+
+
 def test_a_run_publishes_what_passed_the_gate_and_records_why(start: Any) -> None:
     world = World(learns=5.0)
     controller = start(world)

@@ -7,7 +7,14 @@ import pytest
 from cotrain.config.schema import RunConfig
 from cotrain.records import Versions
 from cotrain.run.checkpoint import model_fingerprints
-from cotrain.run.registry import drafter_folder, drafter_table, first_drafter, list_drafters, pull_drafter
+from cotrain.run.registry import (
+    drafter_folder,
+    drafter_table,
+    first_drafter,
+    list_drafters,
+    pull_drafter,
+    pull_starts,
+)
 from cotrain.run.tracking import EXPECTED, Tracker
 
 NAME = "smollm2-135m-instruct-drafter"
@@ -68,6 +75,18 @@ def test_pull(uri, tmp_path, spec, version):
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == b"weights" * version
     assert [path.name for path in folder.parent.iterdir()] == ["drafter"]
+
+
+def test_starts_are_the_best_of_each_registered_model(uri, tmp_path, monkeypatch, caplog):
+    start = tmp_path / "starts" / f"{NAME}-1"
+    with monkeypatch.context() as patched:
+        patched.setattr("cotrain.run.registry.file_digest", lambda path: "other")
+        pull_starts(uri, start.parent)
+    assert "differs from its record" in caplog.text and not start.exists(), "the others can still be tried"
+    for _ in range(2):  # a run that was killed in its first step begins again
+        pull_starts(uri, start.parent)
+        assert list(start.parent.iterdir()) == [start] and (start / "model.safetensors").read_bytes() == b"weights"
+    assert first_drafter(uri, "auto", tmp_path, tmp_path / "init") is None
 
 
 @pytest.mark.parametrize("spec", ["nobody", f"{NAME}@worst", f"{NAME}/9"])

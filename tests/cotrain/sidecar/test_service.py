@@ -374,8 +374,9 @@ def test_everything_that_is_wrong_is_said_before_anything_is_loaded(config):
         assert line in text
     with pytest.raises(ConfigError) as raised:
         fields = ["drafter.model.type=eagle3", "drafter.optimizer.schedule=cosine", "num_speculative_tokens=9"]
-        load_sidecar([], ["name=a", "model=x", *fields])
-    assert len(raised.value.problems) == 2 and "a sidecar runs as long as its host" in str(raised.value)
+        load_sidecar([], ["name=a", "model=x", "drafter.init=auto", *fields])
+    assert len(raised.value.problems) == 3 and 'drafter.init: "auto" is for `cotrain train`' in str(raised.value)
+    assert "a sidecar runs as long as its host" in str(raised.value)
 
     (config.run_root / config.name).mkdir(parents=True)
     config.spool_folder.mkdir()

@@ -27,6 +27,7 @@ def test_a_dry_run_prints_the_configuration(tmp_path, capsys):
         (["init.tokens=1000"], "init: unknown field"),
         (["drafter.train_every=4"], "drafter.train_every: 4 is more than steps = 3"),
         (["task=none", "task.type=dataset", "task.path=/no.jsonl"], "task.path: no file or folder"),
+        (["drafter.init=auto"], 'drafter.init: "auto" is for `cotrain train`'),
         (["drafter.init=/nowhere"], "drafter.init: /nowhere has no config.json"),
     ],
 )

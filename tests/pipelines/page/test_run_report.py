@@ -44,6 +44,13 @@ def test_headline_facts(full: Path) -> None:
     assert ", 12 steps in 6m, 12,000 tokens generated\n" in head.text
 
 
+def test_training_in_every_step_has_no_known_cost(tmp_path: Path) -> None:
+    times = {"time__training_cost_s": 0.0, "time__training_return_s": 0.5, "drafter__train_s": 3.0}
+    folder = write_run(tmp_path / "run", [row(step, **times) for step in range(1, 5)])
+    expected = "took 12.0s beside the run and saved 2.0s of generation; what it added to the run is not known"
+    assert facts(folder)["training"].startswith(expected)
+
+
 def test_held_out_rewards_are_told_and_drawn(tmp_path: Path) -> None:
     scored = {"validation__reward": 0.25, "validation__reward_error": 0.05}, {"validation__reward": 0.5}
     rows = [row(1), row(2, **scored[0]), row(3), row(4, **scored[1], validation__reward_error=0.04)]
