@@ -28,6 +28,7 @@ COMMANDS = {
     "ablate": ("pipelines.ablate.command:main", "run a study: arms x seeds, and one table"),
     "report": ("pipelines.cli:report", "write the report of a run or a study"),
     "export": ("pipelines.export.command:main", "write a run's policy and drafter as folders that stock vLLM serves"),
+    "evaluate": ("pipelines.evaluate:main", "score a run's policy, or one in a folder, on held-out prompts"),
     "verify": ("pipelines.verify.command:main", "test whether speculation leaves the sampled distribution alone"),
     "bench": ("pipelines.bench.command:main", "measure speculation arms side by side on one engine"),
     "simulate": ("pipelines.simulate.command:main", "simulate a system or a run, with and without speculation"),

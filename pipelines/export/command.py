@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cotrain.config.load import read_config
+from cotrain.config.schema import RunConfig
 from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
 from drafters.files import CONFIG, INDEX, safetensors_header, weight_files, write_json
@@ -23,15 +24,28 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", metavar="DIR", type=Path, help="a new folder")
     options = parser.parse_args(arguments)
     out: Path = options.out
+    config, checkpoint, versions = export(find(options.run), out)
+    print(f"policy version {versions['policy']}, {checkpoint}: {out}")
+    if config.drafter is not None:
+        folder = out / "drafter" if (out / "drafter").exists() else None
+        print(f"drafter version {versions['drafter']}: {folder or 'in the same folder'}")
+        print(_serving(out, folder, config.rollout.num_speculative_tokens))
+    return 0
+
+
+def export(run: Path, out: Path) -> tuple[RunConfig, str, dict[str, int]]:
+    """Write the folders of a run's newest checkpoint. Returns its configuration, the checkpoint's name and the versions by role.
+
+    Raises ValueError if there is no checkpoint, or if `out` exists.
+    """
     if out.exists():
         raise ValueError(f"DIR: {out} exists; give a new folder")
-    run = find(options.run)
     config = read_config(run / "config.json")
     whole = (path for path in sorted((run / "checkpoints").glob("step_*"), reverse=True) if not find_defect(path))
     checkpoint = next(whole, None)
     if checkpoint is None:
         raise ValueError(f"RUN: {run} has no whole checkpoint yet; it writes one every checkpoint.every steps")
-    versions = json.loads((checkpoint / "state.json").read_text())["versions"]
+    versions: dict[str, int] = json.loads((checkpoint / "state.json").read_text())["versions"]
     drafter = run / "drafters" / f"v{versions['drafter']:04d}" if config.drafter else None
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as parent:
@@ -40,12 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         _write(checkpoint / "policy", resolve_model(config.policy.model), drafter, partial)
         _cast(partial, config.rollout.dtype)
         partial.rename(out)
-    print(f"policy version {versions['policy']}, {checkpoint.name}: {out}")
-    if drafter is not None:
-        folder = out / "drafter" if (out / "drafter").exists() else None
-        print(f"drafter version {versions['drafter']}: {folder or 'in the same folder'}")
-        print(_serving(out, folder, config.rollout.num_speculative_tokens))
-    return 0
+    return config, checkpoint.name, versions
 
 
 def _write(policy: Path, model: Path, drafter: Path | None, out: Path) -> None:

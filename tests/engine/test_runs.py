@@ -74,6 +74,18 @@ def test_what_a_run_recorded_is_the_base_of_a_simulation(straight: str, root: Pa
     assert predicted == pytest.approx(measured, rel=0.35), "steps of milliseconds, on a machine that others use"
 
 
+def test_the_policy_of_a_run_is_evaluated_with_its_drafter(straight: str, root: Path, tmp_path: Path) -> None:
+    evaluate = [sys.executable, "-m", "pipelines.cli", "evaluate", str(root / "straight"), "--out", str(tmp_path)]
+    held_out = ["validation.task.type=reasoning_gym", "validation.task.name=chain_sum", "validation.num_prompts=8"]
+    done = subprocess.run([*evaluate, *held_out], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr + done.stdout
+    figures = json.loads((tmp_path / "evaluate.json").read_text())
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert f"reward {figures['reward']:.3f} +- {figures['reward_error']:.3f}" in done.stdout
+    assert len(samples) == 8 and figures["reward"] == sum(row["reward"] for row in samples) / 8
+    assert figures["acceptance_length"] > metrics_of(root, "straight")[0]["rollout/acceptance_length"] + 0.2
+
+
 def test_a_used_name_is_refused(straight: str, root: Path) -> None:
     done = subprocess.run(
         command(root, "configs/smoke.toml", "name=straight"), capture_output=True, text=True, timeout=TIMEOUT_S

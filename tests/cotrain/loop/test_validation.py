@@ -50,7 +50,7 @@ def test_problems_are_not_those_of_the_run(start: Any) -> None:
     controller = start(World(GOOD), task=TASK, validation=VALIDATION | {"num_prompts": 50})
     task = build_task(controller.config.task, controller.config.seed)
     trained = {str(task[i].messages) for i in range(len(task))}
-    assert len({str(prompt.messages) for prompt in controller.roles.validation._prompts} - trained) > 45
+    assert len({str(prompt.messages) for prompt in controller.roles.validation.held_out.prompts} - trained) > 45
 
 
 def test_a_reward_that_raises_ends_the_run_once_the_step_is_recorded(start: Any) -> None:
