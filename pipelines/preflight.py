@@ -90,8 +90,8 @@ def find_problems(
 ) -> list[str]:
     """What is wrong with a run before its folder is made, each problem with the field and the fix.
 
-    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Reward and disk space are not checked
-    for `cotrain init`, which trains no policy.
+    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Disk space is checked for `cotrain
+    train` alone, the reward not for `cotrain init`, and the task's data not for `cotrain evaluate`, which needs [validation] only.
     quick: only what can be checked without a download or a conversion, and without loading weights (for --dry-run).
     on_this_machine: the run is to start here, so check that the devices and the room it needs are here too.
     """
