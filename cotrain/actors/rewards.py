@@ -28,7 +28,7 @@ class RewardActor(Actor):
 
         try:
             return self._score(prompt, responses)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a verifier of reasoning-gym may end its process
             traceback.print_exception(error)
             print(f"prompt {prompt}\nresponses {responses}", flush=True)
             return error if isinstance(error, TaskFailed) else reward_failure(error, prompt, responses)
