@@ -28,7 +28,7 @@ LIKELY = 1e-4
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder of a `cotrain init`")
+    parser.add_argument("run", type=Path, help="a folder of own_text.py")
     parser.add_argument("--contexts", type=int, default=40, help="default %(default)s")
     parser.add_argument("--paths", type=int, default=64, help="continuations of each (default %(default)s)")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """EAGLE-3 and block drafters after equal processor time on the same text of a real engine.
 
-    cotrain init configs/quickstart.toml name=trial steps=10 drafter.updates_per_step=1 rollout.max_new_tokens=96 \\
+    python -m benchmarks.own_text runs/trial configs/quickstart.toml steps=10 rollout.max_new_tokens=96 \\
         rollout.prompts_per_step=32 \\
         task.instruction="Explain each step, then give the answer."
     python -m benchmarks.block_trial runs/trial [--seeds 0 1] [--cpu-seconds 240 | --updates 100] [--anchors 0.25]
@@ -62,9 +62,7 @@ def arms(vocabulary: int, depth: int) -> dict[str, DrafterModelConfig]:
 
 def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "run", type=Path, help="run folder of a `cotrain init`, which may have been stopped once its text was there"
-    )
+    parser.add_argument("run", type=Path, help="a folder of own_text.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default 0 1")
     parser.add_argument("--cpu-seconds", type=float, default=240, help="of training in each arm (default %(default)s)")
     parser.add_argument(

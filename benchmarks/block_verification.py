@@ -89,7 +89,7 @@ def estimate(rollouts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder of a `cotrain init`")
+    parser.add_argument("run", type=Path, help="a folder of own_text.py")
     parser.add_argument("drafters", type=Path, nargs="+", help="their folders")
     args = parser.parse_args()
     torch.set_num_threads(1)

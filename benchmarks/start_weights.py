@@ -1,6 +1,6 @@
 """What weight verification positions of starts that are never served should have in the drafter's objective.
 
-    cotrain init configs/quickstart.toml name=starts steps=23 drafter.updates_per_step=1
+    python -m benchmarks.own_text runs/starts configs/quickstart.toml steps=23
     python -m benchmarks.start_weights runs/starts [--seeds 0 1] [--epochs 3]
 
 A verification step begins with a generated token. Starts before it can be trained on too. Each arm trains a drafter on
@@ -59,7 +59,7 @@ def arm_of(name: str) -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder of a `cotrain init`")
+    parser.add_argument("run", type=Path, help="a folder of own_text.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default 0 1")
     parser.add_argument("--epochs", type=int, default=3, help="default %(default)s")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))

@@ -1,4 +1,4 @@
-"""Hidden states of the text of a `cotrain init`, for benchmarks that train drafters on it."""
+"""Hidden states of text of a policy's own (own_text.py), for benchmarks that train drafters on it."""
 
 import json
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.own_text import TEXT
 from cotrain.config.load import parse_config
 from cotrain.config.schema import RunConfig
 from cotrain.models.loading import resolve_model
@@ -15,7 +16,6 @@ from cotrain.run.rows import read_rows
 from cotrain.transport.features import FeatureRecord
 from drafters.base import SamplingParams, TargetSpec
 from drafters.build import build_drafter
-from pipelines.initialise.pipeline import TEXT
 
 Sequence = tuple[list[int], int]
 """All tokens of a rollout, and how many of them are the prompt's."""
@@ -26,7 +26,7 @@ FEATURES = "features.pt"
 
 @dataclass(frozen=True)
 class StoredText:
-    """The rollouts of a run of `cotrain init`, the last tenth of them held out."""
+    """The rollouts in a folder of own_text.py, the last tenth of them held out."""
 
     config: RunConfig
     model: Path
@@ -46,7 +46,7 @@ def read_config(run: Path) -> RunConfig:
 
 
 def read_rollouts(run: Path) -> tuple[Path, list[Sequence], list[Sequence]]:
-    """Return the folder of a run's policy, and its rollouts to train on and held out, as whole prompts. run: a folder of `cotrain init`."""
+    """Return the folder of a policy, and its rollouts to train on and held out, as whole prompts. run: a folder of own_text.py."""
     config = read_config(run)
     stored = [rollout for row in read_rows(run / TEXT) for rollout in row.get("rollouts", ())]
     rollouts = [(r["prompt_token_ids"] + r["token_ids"], len(r["prompt_token_ids"])) for r in stored]
@@ -57,7 +57,9 @@ def read_rollouts(run: Path) -> tuple[Path, list[Sequence], list[Sequence]]:
 
 @torch.no_grad()
 def read_text(run: Path) -> StoredText:
-    """Compute hidden states as the engine's tap has them, with transformers in float32, for the run's own drafter. run: a folder of `cotrain init`.
+    """Compute hidden states as the engine's tap has them, with transformers in float32, for the drafter of its configuration.
+
+    run: a folder of own_text.py.
 
     They are kept in the run's folder for the next call.
     """

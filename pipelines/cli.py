@@ -24,7 +24,7 @@ COMMANDS = {
     "train": ("pipelines.train.joint:main", "train a policy and its drafter"),
     "run": ("pipelines.sidecar.command:run", "train a drafter beside your own trainer or server (COMMAND after --)"),
     "sidecar": ("pipelines.sidecar.command:sidecar", "the same in two terminals, or check your engine beforehand"),
-    "init": ("pipelines.cli:init", "train a drafter on the policy's own rollouts, before RL"),
+    "init": ("pipelines.train.joint:init", "train a drafter on the policy's own rollouts, before RL"),
     "ablate": ("pipelines.ablate.command:main", "run a study: arms x seeds, and one table"),
     "report": ("pipelines.cli:report", "write the report of a run or a study"),
     "export": ("pipelines.export.command:main", "write a run's policy and drafter as folders that stock vLLM serves"),
@@ -102,16 +102,6 @@ def _is_message_to_the_user(error: Exception) -> bool:
     """Whether our own code has raised this error, for something that a user can fix. Errors of a library are defects."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return (frame.f_globals.get("__package__") or "").partition(".")[0] in OWN_PACKAGES
-
-
-def init(arguments: Sequence[str]) -> int:
-    from pipelines.preflight import read_command_line
-
-    if (run := read_command_line("init", arguments)) is None:
-        return 0
-    from pipelines.initialise.pipeline import initialise
-
-    return initialise(*run)
 
 
 def report(arguments: Sequence[str]) -> int:

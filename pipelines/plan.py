@@ -89,6 +89,8 @@ def _memory(config: RunConfig, folder: Path) -> list[str]:
     parts = learner.num_processes if learner.sharding else 1
     reference = ", and the reference of policy.kl_coefficient" if learner.kl_coefficient else ""
     held = (TRAINED + (FROZEN if reference else 0)) * policy.num_parameters() / parts
+    if not learner.train:
+        trained, reference, held = "float32 weights", "", FROZEN * policy.num_parameters() / parts
     return [
         "Memory on a GPU of each role, without activations:",
         f"  rollout {served / config.rollout.tensor_parallel_size / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys "

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.errors import ConfigError, did_you_mean
-from cotrain.config.load import load_config, to_toml
+from cotrain.config.load import INIT, load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems, model_runner_problems
-from cotrain.config.schema import AUTO, DatasetTask, DrafterConfig, ReasoningGymTask, RunConfig
+from cotrain.config.schema import DatasetTask, DrafterConfig, ReasoningGymTask, RunConfig
 from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.models.capability import drafter_problems
 from cotrain.models.loading import config_folder, has_to_be_fetched, native_head, resolve_model, serving_problems
@@ -67,7 +67,9 @@ def read_command_line(command: str, arguments: Sequence[str]) -> tuple[RunConfig
         raise ConfigError([f"CONFIG: no configuration given, {example}"])
     # Overrides may contain slashes and dots, and file names may contain "=", so whatever exists as a file is one.
     overrides = [text for text in parsed.config if "=" in text and not Path(text).is_file()]
-    config = load_config([text for text in parsed.config if text not in overrides], overrides, parsed.resume)
+    files = [text for text in parsed.config if text not in overrides]
+    # A run's own configuration has what `cotrain init` sets.
+    config = load_config(files, overrides if train or resume else [*INIT, *overrides], parsed.resume)
     if parsed.dry_run:
         print(to_toml(config), flush=True)
         name = config.policy.model
@@ -90,31 +92,24 @@ def find_problems(
 ) -> list[str]:
     """What is wrong with a run before its folder is made, each problem with the field and the fix.
 
-    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Disk space is checked for `cotrain
-    train` alone, the reward not for `cotrain init`, and the task's data not for `cotrain evaluate`, which needs [validation] only.
+    A bundled or hub model, a dataset and a drafter of a registry are fetched here, once. Neither disk space nor the task are checked
+    for `cotrain evaluate`, which needs [validation] only.
     quick: only what can be checked without a download or a conversion, and without loading weights (for --dry-run).
     on_this_machine: the run is to start here, so check that the devices and the room it needs are here too.
     """
     if on_this_machine and (problems := cache_problems()):
         return problems
-    problems, train, init, drafter = [], command == "train", command == "init", config.drafter
+    problems, trains, drafter = [], command != "evaluate", config.drafter
     if not resume and (config.run_root / config.name).exists():
         fix = f"continue it with {resume_arguments(config.run_root, config.name)}, or choose another name=..."
         problems.append(f"name: run {config.name!r} is already in {config.run_root}; {fix}")
-    if init and drafter is None:
-        fix = 'add [drafter.model] with type = "eagle3", "dflash", "dspark", "mtp" or "draft_model"'
-        problems.append(f"drafter: `cotrain init` trains a drafter; {fix}")
-    if init and drafter is not None and drafter.init == AUTO:
-        problems.append('drafter.init: "auto" is for `cotrain train`; name a drafter, or leave it out')
-    if init and drafter is not None and drafter.train_every > config.steps:
-        what = f"{drafter.train_every} is more than steps = {config.steps}, so that nothing would be trained"
-        problems.append(f"drafter.train_every: {what}; lower it, or raise steps")
+    problems += _init_problems(config) if command == "init" else ()
     if config.tracking.uri or os.environ.get(URI_VARIABLE):  # _check_run_root covers the default in the run root
         problems += _problems(check_uri, tracking_uri(config))
     problems += _problems(_check_vllm, config)
     if on_this_machine:
         problems += _problems(_check_device, config) + _problems(_check_run_root, config)
-    problems += _reward_problems(config) if train else []
+    problems += _reward_problems(config) if trains else []
     model = None
     try:
         if not (quick and has_to_be_fetched(config.policy.model)):
@@ -122,9 +117,9 @@ def find_problems(
     except ValueError as error:
         problems.append(str(error))
     wanted = "rollout.prompts_per_step", config.rollout.prompts_per_step
-    if command != "evaluate":
+    if trains:
         problems += _problems(_check_data, config, *wanted, model, quick)
-    if not init and config.validation is not None and (held_out := config.held_out) is not None:
+    if config.validation is not None and (held_out := config.held_out) is not None:
         wanted = "validation.num_prompts", config.validation.num_prompts
         found = _problems(_check_data, held_out, *wanted, model, quick)
         found += _reward_problems(held_out)
@@ -136,7 +131,7 @@ def find_problems(
     if model is None:
         return problems
     problems += _problems(_check_model, config, model)
-    if train and on_this_machine:
+    if trains and config.policy.train and on_this_machine:
         problems += _problems(_check_space, config, model)
     if drafter is not None:
         problems += _problems(_check_drafter_shape, config, drafter, model)
@@ -154,6 +149,18 @@ def _problems(check: Callable[..., Any], *arguments: Any) -> list[str]:
     except ValueError as error:
         found.append(str(error))
     return found
+
+
+def _init_problems(config: RunConfig) -> Iterator[str]:
+    if config.policy.train:
+        yield "policy.train: `cotrain init` trains no policy; leave it out, or use `cotrain train`"
+    if config.drafter is None or not config.drafter.train:
+        yield "drafter: `cotrain init` trains a drafter; leave out drafter=none and drafter.train=false"
+    elif config.drafter.train_every >= config.steps:
+        what = (
+            f"{config.drafter.train_every} is not below steps = {config.steps}, so that nothing trained would be served"
+        )
+        yield f"drafter.train_every: {what}; lower it, or raise steps"
 
 
 def _reward_problems(config: RunConfig) -> list[str]:

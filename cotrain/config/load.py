@@ -19,6 +19,11 @@ from drafters.files import read_object, write_json
 
 Table = dict[str, Any]
 
+INIT = (
+    "policy.train=false", "drafter.train=true", "drafter.train_when=always", "drafter.gate.publish_when=always", "validation=none",
+)  # fmt: skip
+"""The overrides that make a run `cotrain init`: it trains a drafter alone, whether that pays in this run or not."""
+
 
 def load(
     root: type[AnySection],

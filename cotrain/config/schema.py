@@ -369,7 +369,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the run: its folder below run_root and its MLflow run. Letters, digits, '.', '_' and '-'."""
     steps: PositiveInt
-    """Steps of the run; one step is one batch of rollouts and one policy update. `cotrain init` makes no policy update."""
+    """Steps of the run; one step is one batch of rollouts and one policy update."""
     seed: NonNegativeInt = 0
     """Seed of everything random."""
     run_root: Path = Field(default_factory=default_run_root, json_schema_extra={"default": "runs"})

@@ -84,7 +84,7 @@ class PolicyLearner:
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
         self._reference = None
-        if config.kl_coefficient > 0:
+        if config.kl_coefficient > 0 and config.train:
             self._reference = self._load_model(model_path).requires_grad_(False)
         updates = total_steps * config.minibatches
         self._optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, updates)
@@ -266,8 +266,8 @@ class PolicyLearner:
     def save(self, folder: str | Path, weights: bool = True) -> None:
         """Write weights (a Hugging Face folder, float32) and everything an exact resume needs into one folder.
 
-        weights: False writes all but the tensors. The model's own small files are copied, since transformers refuses to save
-        some that it reads.
+        weights: False writes all but the tensors, and so does a policy that does not train. The model's own small files are copied,
+        since transformers refuses to save some that it reads.
         """
         folder, model = Path(folder), self._policy.model
         if self._accelerator.is_main_process:
@@ -278,7 +278,7 @@ class PolicyLearner:
             state = {"policy_version": self.policy_version, "scheduler": self._scheduler.state_dict()}
             with DigestedFile(folder / LEARNER_STATE) as state_file:
                 torch.save(state, state_file)
-        if not weights:
+        if not (weights and self._config.train):
             return
         sharding.write_weights(model, torch.float32, partial(save_tensors, path=folder / WEIGHTS))
         # Only after the weights: reading those reshards what FSDP leaves unsharded after a forward pass without gradients.
@@ -290,6 +290,8 @@ class PolicyLearner:
         from transformers import AutoModelForCausalLM
 
         folder, model = Path(folder), self._policy.model
+        if not self._config.train:
+            return
         weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         sharding.load_optimizer(model, self._optimizer, folder)

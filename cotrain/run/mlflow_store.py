@@ -54,11 +54,6 @@ def sqlite_file(uri: str) -> Path | None:
     return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) else None
 
 
-def uri_argument(uri: str) -> str:
-    """Return the option that points `cotrain drafters` at this store; empty for the default one."""
-    return "" if uri == absolute_uri(default_uri()) else f" --uri {shlex.quote(uri)}"
-
-
 def page_of(uri: str) -> str:
     """Return the page of a tracking server, or the command that serves another store."""
     is_server = uri.startswith(("http://", "https://"))

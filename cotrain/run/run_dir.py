@@ -31,7 +31,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.logs = self.path / "logs" / "latest"
         self.checkpoints = self.path / "checkpoints"
         self.resume = resume_arguments(root, name)
-        """The arguments of `cotrain train` and `cotrain init` that continue this run."""
+        """The arguments of `cotrain train` that continue this run."""
         self.stopped = f"stopped at once; what was saved is whole: go on with {self.resume}"  # for a stop by signal
         self._lock = FileLock(self.path / "run.lock")
         try:
@@ -63,6 +63,13 @@ class RunDir(AbstractContextManager["RunDir"]):
     def drafter(self, version: int) -> Path:
         """Published drafter, as stock vLLM serves it."""
         return self.path / "drafters" / f"v{version:04d}"
+
+    def end_with_drafter(self, version: int) -> Path:
+        """Let the link `drafter` point to the drafter that serves at the end of a run. Returns the link."""
+        link = self.path / "drafter"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.drafter(version).relative_to(self.path))
+        return link
 
     @property
     def starts(self) -> Path:

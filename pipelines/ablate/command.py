@@ -158,13 +158,13 @@ def next_action(run: Run) -> Literal["finished", "resume", "start"]:
     if not (run.folder / "config.json").is_file() or (complete and run.status == "failed"):
         return "start"
     with RunDir(run.config.run_root, run.config.name) as run_dir:
-        return "resume" if run.command == "init" or latest_checkpoint(run_dir) else "start"
+        return "resume" if latest_checkpoint(run_dir) else "start"
 
 
 def is_complete(run: Run) -> bool:
-    """Whether `cotrain init` has made its drafter, or `cotrain train` its last step."""
+    """Whether an initialisation has made its drafter, or an arm its last step."""
     if run.command == "init":
-        return (run.folder / "init.json").is_file()
+        return (run.folder / "drafter").exists()
     rows = read_rows(run.folder / "metrics.jsonl")
     return bool(rows) and rows[-1]["step"] == run.config.steps
 
@@ -182,7 +182,7 @@ def execute(run: Run, stopped: Callable[[], bool], experiment: str) -> int:
     with run.log.open("ab") as log:
         # It gets a session of its own, so that Ctrl-C in the terminal reaches only this process, which passes it on once.
         process = subprocess.Popen(
-            [*PROGRAM, run.command, str(config_file), *resume],
+            [*PROGRAM, "train", str(config_file), *resume],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

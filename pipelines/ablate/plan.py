@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt
 
 from cotrain.config.errors import ConfigError, validated
-from cotrain.config.load import Table, merge, parse_config, read_tables, table_of
+from cotrain.config.load import INIT, Table, merge, parse_config, read_tables, table_of
 from cotrain.config.schema import NAME, RunConfig, default_run_root
 from cotrain.run.mlflow_store import URI_VARIABLE, sqlite_uri
 from cotrain.run.provenance import flatten
@@ -122,11 +122,13 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         table = merge({"tracking": {"uri": sqlite_uri(config.folder / config.name / "mlflow.db")}}, table)
     table["run_root"] = str(config.folder / config.name / "runs")
     study = Study(config, here, parse_config(_beside(here, table)))
-    inits, arms = dict[str, Run](), list[Run]()
+    alone, inits, arms = reduce(merge, read_tables((), INIT)), dict[str, Run](), list[Run]()
     for name, fields in config.inits.items():
         with _collect(problems, f"inits.{name}"):
             place = {"name": name, "run_root": str(study.folder / "inits")}
-            inits[name] = Run("init", name, parse_config(_with_fields(study, fields, OF_THE_STUDY) | place))
+            inits[name] = Run(
+                "init", name, parse_config(_with_fields(study, merge(alone, fields), OF_THE_STUDY) | place)
+            )
     for arm in config.arms:
         with _collect(problems, f"arm {arm.name!r}"):
             arms.append(_arm(study, arm, inits, [other.config.name for other in arms]))

@@ -51,7 +51,8 @@ def export(run: Path, out: Path) -> tuple[RunConfig, str, dict[str, int]]:
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as parent:
         partial = Path(parent) / out.name
         partial.mkdir()
-        _write(checkpoint / "policy", resolve_model(config.policy.model), drafter, partial)
+        model = resolve_model(config.policy.model)
+        _write(checkpoint / "policy" if config.policy.train else model, model, drafter, partial)
         _cast(partial, config.rollout.dtype)
         partial.rename(out)
     return config, checkpoint.name, versions

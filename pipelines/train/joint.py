@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -25,9 +26,9 @@ from cotrain.tasks.prompts import PromptOrder
 from pipelines.preflight import read_command_line
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command to its end, or until asked to stop. Returns the exit status."""
-    if (checked := read_command_line("train", arguments)) is None:
+def main(arguments: Sequence[str], command: str = "train") -> int:
+    """Run `cotrain train`, or `cotrain init`, to its end or until asked to stop. Returns the exit status."""
+    if (checked := read_command_line(command, arguments)) is None:
         return 0
     config, resume = checked
     console = Console(sys.stdout)
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         check = run.final_check(controller) if finished else None
         run.finish(controller, finished, check)
         return 0 if check is None or check.passed else 1
+
+
+init = partial(main, command="init")
 
 
 def banner(config: RunConfig, run_dir: RunDir, model_path: Path, gpus: Mapping[str, float]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.records import Rollout, RolloutRequest
 from cotrain.run.checkpoint import RunState, is_disk_full
 from cotrain.run.console import Console, aligned
-from cotrain.run.mlflow_store import page_of, tracking_uri, uri_argument
+from cotrain.run.mlflow_store import page_of, tracking_uri
 from cotrain.run.registry import first_drafter, pull_starts
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
@@ -160,14 +160,15 @@ def finish(controller: Controller, finished: bool, check: GreedyCheck | None) ->
     lines = run_facts(run, speculation, check.passed if check else None) | {"": "", "run folder": str(run_dir.path)}
     if page := _write_report(run_dir, console):
         lines["report"] = str(page)
-    store, commands = uri_argument(tracker.uri), {}
-    if not finished:
-        commands["go on"] = f"cotrain train {run_dir.resume}"
-    elif controller.versions.drafter and config.tracking.log_drafters:
-        registered = f"{tracker.registered_model}@serving"
-        lines["drafter"] = f"models:/{registered} in MLflow; serves in stock vLLM as it is"
-        drafter = f"--model {config.policy.model} --drafter my-drafter"
-        commands["get the drafter for stock vLLM"] = f"cotrain drafters pull {registered} my-drafter{store}"
+    commands = {} if finished else {"go on": f"cotrain train {run_dir.resume}"}
+    if finished and config.drafter is not None:
+        folder = run_dir.end_with_drafter(controller.versions.drafter)
+        lines["drafter"] = f"{folder}; serves in stock vLLM as it is"
+        if controller.versions.drafter and config.tracking.log_drafters:
+            lines["registered"] = f"models:/{tracker.registered_model}@serving in MLflow"
+        if not config.policy.train:
+            commands["train with it"] = f"cotrain train CONFIG drafter.init={folder}"
+        drafter = f"--model {config.policy.model} --drafter {folder}"
         commands["measure its speed"] = f"cotrain bench {drafter}"
         commands["test that it changes no output"] = f"cotrain verify {drafter}"
     commands["look at the curves"] = page_of(tracker.uri)

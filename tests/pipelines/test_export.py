@@ -15,21 +15,23 @@ from drafters.files import text_tensors, weight_files
 from pipelines.export import command
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "train"), [("bfloat16", True), ("float32", True), ("bfloat16", False)])
 def test_the_policy_has_the_number_format_that_it_was_served_in(
-    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, train: bool
 ) -> None:
-    """A checkpoint keeps float32, which stock vLLM would cast with hundreds of warnings."""
+    """A checkpoint keeps float32, which stock vLLM would cast with hundreds of warnings, and no policy that does not train."""
     model = resolve_model("tiny:llama")
     run = tmp_path / "run"
     policy = run / "checkpoints" / "step_000001" / "policy"
     shutil.copytree(model, policy)
-    config = run_config(policy={"model": str(model)}, rollout={"dtype": dtype}, drafter=None)
+    config = run_config(policy={"model": str(model), "train": train}, rollout={"dtype": dtype}, drafter=None)
     (run / "config.json").write_text(config.model_dump_json())
     (policy.parent / "state.json").write_text(json.dumps({"versions": {"policy": 1, "drafter": 0}}))
     monkeypatch.setattr(command, "find_defect", lambda folder: None)
+    if not train:
+        (policy / "model.safetensors").unlink()
     assert command.main([str(run), str(tmp_path / "out")]) == 0
-    exported, trained = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", policy))
+    exported, trained = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", model))
     for name, tensor in trained.items():
         assert torch.equal(exported[name], tensor.to(getattr(torch, dtype)))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -274,6 +274,18 @@ def test_three_updates_a_resume_and_three_more_equal_six(tiny_model: str, tmp_pa
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_policy_that_does_not_train_is_not_saved(tiny_model: str, tmp_path: Path) -> None:
+    """`cotrain init` of a large policy would else write its float32 weights in each checkpoint, and read them in a resume."""
+    learner = make_learner(tiny_model, train=False, kl_coefficient=0.1)
+    assert learner._reference is None
+    learner.save(tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("*.distcp"))
+    resumed = make_learner(tiny_model, train=False)
+    resumed.load(tmp_path)
+    one, other = served_state(learner), served_state(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_small_files_are_saved_as_they_came_and_without_weights_on_trial(tiny_model: str, tmp_path: Path) -> None:
     """Many published policies come with a generation_config.json that transformers reads and refuses to save."""
     policy = Path(shutil.copytree(tiny_model, tmp_path / "policy"))

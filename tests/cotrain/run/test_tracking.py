@@ -1,7 +1,6 @@
 """The MLflow run of a training run, in a real MLflow on sqlite."""
 
 import io
-import shlex
 import socket
 import time
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from cotrain.records import Versions
 from cotrain.run import mlflow_store
 from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
-from cotrain.run.mlflow_store import check_uri, tracking_uri, uri_argument
+from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import EXPECTED, Tracker, model_id_of, registered_name
 from pipelines.train.run import open_tracker
@@ -229,13 +228,6 @@ def test_the_default_store_is_an_absolute_sqlite_path_in_the_run_root(run_config
     monkeypatch.chdir(tmp_path)
     assert tracking_uri(run_config(run_root="runs")) == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert tracking_uri(run_config(tracking={"uri": "sqlite:///my.db"})) == f"sqlite:///{tmp_path}/my.db"
-
-
-def test_a_store_that_is_not_the_default_is_named_in_commands(run_config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert uri_argument(tracking_uri(run_config(run_root="runs"))) == ""
-    other = f"sqlite:///{tmp_path}/my runs/mlflow.db"
-    assert shlex.split(uri_argument(tracking_uri(run_config(run_root="my runs")))) == ["--uri", other]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Stands in for `cotrain train` and `cotrain init`: writes what they write, in no time. FAIL=NAME lets a run fail.
+"""Stands in for `cotrain train`: writes what they write, in no time. FAIL=NAME lets a run fail.
 
 Reads the configuration with the standard library alone, since it starts dozens of times.
 """
@@ -28,10 +28,6 @@ def main() -> int:
     if os.environ.get("FAIL") == name:
         print("step 1/4\nTraceback (most recent call last):\nRuntimeError: the engine died")
         return 1
-    if command == "init":
-        (folder / "drafter").mkdir()
-        (folder / "init.json").write_text("{}")
-        return 0
     return train(config, folder)
 
 
@@ -61,6 +57,7 @@ def train(config: dict, folder: Path) -> int:
             checkpoint.mkdir()
             (checkpoint / "COMPLETE").write_text(json.dumps({"schema": SCHEMA, "files": {}}))
             return 0
+    (folder / "drafter").mkdir()
     return 0
 
 

@@ -44,7 +44,7 @@ def statuses(tmp_path: Path) -> dict[str, str]:
 
 def test_a_study_runs_every_arm_with_every_seed_once(study_file, calls, tmp_path, capsys):
     assert main([str(study_file)]) == 0
-    assert calls() == ["init generic", *SEED_0, *SEED_1]
+    assert calls() == ["train generic", *SEED_0, *SEED_1]
     folder = tmp_path / "studies/first"
     state = json.loads((folder / "study.json").read_text())
     assert state["steps"] == 3 and state["seeds"] == [0, 1]
@@ -81,7 +81,7 @@ def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(
 ):
     monkeypatch.setenv("FAIL", "random-co-trained-s0")
     assert main([str(study_file)]) == 1
-    assert calls() == ["init generic", *SEED_0, *SEED_1]
+    assert calls() == ["train generic", *SEED_0, *SEED_1]
     assert "random, co-trained, seed 0: FAILED: RuntimeError: the engine died" in capsys.readouterr().out
     assert [name for name, status in statuses(tmp_path).items() if status == "failed"] == ["runs/random-co-trained-s0"]
     monkeypatch.delenv("FAIL")
@@ -93,7 +93,7 @@ def test_a_failing_arm_does_not_stop_the_others_and_is_run_again(
 def test_a_failed_initialisation_fails_its_arms_alone(study_file, calls, no_page, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FAIL", "generic")
     assert main([str(study_file), "seeds=[0]"]) == 1
-    assert calls() == ["init generic", *SEED_0[1:]]
+    assert calls() == ["train generic", *SEED_0[1:]]
     error = "its initialisation generic failed: RuntimeError: the engine died"
     state = json.loads((tmp_path / "studies/first/study.json").read_text())
     assert state["arms"][0]["runs"][0]["error"].startswith(error)

@@ -58,8 +58,8 @@ def test_an_initialisation_is_made_once(study_file):
     (init.folder / "config.json").unlink()
     assert next_action(init) == "start"
     write_config(init.config, init.folder / "config.json")
-    assert next_action(init) == "resume"
-    (init.folder / "init.json").write_text("{}")
+    assert next_action(init) == "start"
+    (init.folder / "drafter").mkdir()
     assert next_action(init) == "finished"
 
 

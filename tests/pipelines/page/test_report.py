@@ -1,6 +1,7 @@
 """`cotrain report`, and the report that `cotrain train` writes at its end."""
 
 import io
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -83,11 +84,13 @@ def test_the_end_of_a_run_names_its_report_and_what_to_do_next(root: Path, steps
     at = lines.index("", at + 1)
     assert lines[at + 1 : at + 3] == ["  run folder   runs/first", "  report       runs/first/report/report.html"]
     assert (root / "first" / "report" / "report.md").is_file()
-    assert (
-        "  drafter      models:/llama-drafter@serving in MLflow; serves in stock vLLM as it is" in lines
-    ) is finished
+    assert ("  drafter      runs/first/drafter; serves in stock vLLM as it is" in lines) is finished
+    assert ("  registered   models:/llama-drafter@serving in MLflow" in lines) is finished
     assert ("  go on               cotrain train --resume first" in lines) is not finished
-    assert ("cotrain drafters pull llama-drafter@serving my-drafter" in told) is finished
+    assert ("cotrain bench --model tiny:llama --drafter runs/first/drafter" in told) is finished
+    assert "drafter.init" not in told, "its policy has moved away from the one that another run starts with"
+    link = root / "first" / "drafter"
+    assert link.is_symlink() is finished and (not finished or os.readlink(link) == "drafters/v0001")
     assert "  look at the curves" in told
 
 
