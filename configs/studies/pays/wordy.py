@@ -1,0 +1,10 @@
+"""A reward that moves a policy far within a few steps: short answers become responses of 150 tokens and more."""
+
+from typing import Any
+
+ENOUGH = 96
+
+
+def distinct_words(prompt: Any, response: str, answer: Any) -> float:
+    """Number of different words in the response, as a share of ENOUGH; 1 from there on."""
+    return min(len(set(response.lower().split())) / ENOUGH, 1.0)
