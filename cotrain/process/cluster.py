@@ -276,7 +276,7 @@ class Cluster:
 
 
 def start_ray(address: str | None, stack: ExitStack) -> Any:
-    """Join the cluster at this address, or start a private Ray, until the stack closes. Raises RunFailure if no cluster answers."""
+    """Join the cluster at this address, or start a private Ray, until the stack closes. Raises RunFailure if neither is there."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
@@ -306,13 +306,13 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address=address or "local", **options)
-    except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
-        if not address:
-            raise
-        raise RunFailure(
-            f"cluster.address: no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one with ray start "
-            "--head, or leave cluster.address out"
-        ) from error
+    except Exception as error:  # Ray raises a bare Exception when a node has not started in time
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what, fix = f"Ray has not started here ({why})", "end what else keeps this machine busy, and start again"
+        if address:
+            what = f"cluster.address: no Ray cluster answers at {address} ({why})"
+            fix = "start one with ray start --head, or leave cluster.address out"
+        raise RunFailure(f"{what}; {fix}") from error
     return ray
 
 

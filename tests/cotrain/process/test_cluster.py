@@ -5,7 +5,7 @@ import re
 import socket
 import sys
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -13,6 +13,7 @@ import pytest
 from ray import exceptions
 
 from cotrain.config.errors import walk_sections
+from cotrain.process.children import environment
 from cotrain.process.cluster import (
     STARTING_FACTOR,
     Cluster,
@@ -20,6 +21,7 @@ from cotrain.process.cluster import (
     engine_device,
     free_port,
     place,
+    start_ray,
     weight_transfer,
 )
 from cotrain.process.failures import RunFailure, SelfCheckFailed
@@ -305,3 +307,21 @@ def test_a_role_that_ran_out_of_memory_says_so_and_what_to_lower(cluster):
     fields = re.findall(r"(?:policy|rollout)\.[\w.]+\w", str(caught.value))
     known = {f"{block.path}.{name}" for block in walk_sections() for name in block.fields}
     assert fields and {name for name in fields if not name.startswith("rollout.vllm.")} <= known
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        (None, "Ray has not started here (The current node timed out); end what else keeps this machine busy"),
+        ("auto", "cluster.address: no Ray cluster answers at auto (The current node timed out); start one"),
+    ],
+)
+def test_a_ray_that_does_not_start_is_a_failure_with_a_remedy(monkeypatch, address, told):
+    def times_out(**options):
+        raise Exception("The current node timed out\nduring startup")  # as Ray does on a machine that is too busy
+
+    monkeypatch.setattr("ray.init", times_out)
+    with ExitStack() as stack, pytest.raises(RunFailure) as failure:
+        stack.enter_context(environment({}))
+        start_ray(address, stack)
+    assert str(failure.value).startswith(told)
