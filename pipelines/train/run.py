@@ -78,13 +78,14 @@ def start_roles(
         validation = Validation(config, Rewards(cluster, nodes, held_out, "validation"), reactor, tokenizer)
     if state.step:
         policy.call(PolicyLearner.load, checkpoint / "policy")
-    payload = policy.write_payload(nodes.scratch[policy.node] / POLICY_FILE)
+    # A policy that does not train is in the model's folder.
+    payload = policy.write_payload(nodes.scratch[policy.node] / POLICY_FILE) if config.policy.train else None
     if drafter is not None:
-        head = nodes.bring(payload.path, drafter.node)
+        head = nodes.model_path if payload is None else nodes.bring(payload.path, drafter.node)
         drafter.call(DrafterTrainer.set_target_weights, head, versions.policy)
     opened = tracker()
     cluster.get(loading)
-    if versions.policy:
+    if payload is not None and versions.policy:
         engines.update_policy(payload, versions.policy)
     if config.rollout.history is not None and state.step and (checkpoint / HISTORY).is_file():
         engines.call_all(RolloutEngine.on_workers, EngineWorker.load_history, str(checkpoint / HISTORY))
@@ -161,7 +162,7 @@ def finish(controller: Controller, finished: bool, check: GreedyCheck | None) ->
     if page := _write_report(run_dir, console):
         lines["report"] = str(page)
     commands = {} if finished else {"go on": f"cotrain train {run_dir.resume}"}
-    if finished and config.drafter is not None:
+    if finished and config.drafter is not None and (check is None or check.passed):
         folder = run_dir.end_with_drafter(controller.versions.drafter)
         lines["drafter"] = f"{folder}; serves in stock vLLM as it is"
         if controller.versions.drafter and config.tracking.log_drafters:
