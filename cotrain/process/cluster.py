@@ -307,6 +307,8 @@ def start_ray(address: str | None, stack: ExitStack) -> Any:
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address=address or "local", **options)
     except Exception as error:  # Ray raises a bare Exception when a node has not started in time
+        if address and not isinstance(error, OSError | ValueError | ray.exceptions.AuthenticationError):
+            raise  # a cluster answers, and says what is wrong
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         what, fix = f"Ray has not started here ({why})", "end what else keeps this machine busy, and start again"
         if address:

@@ -310,18 +310,36 @@ def test_a_role_that_ran_out_of_memory_says_so_and_what_to_lower(cluster):
 
 
 @pytest.mark.parametrize(
-    ("address", "told"),
+    ("address", "kind", "told"),
     [
-        (None, "Ray has not started here (The current node timed out); end what else keeps this machine busy"),
-        ("auto", "cluster.address: no Ray cluster answers at auto (The current node timed out); start one"),
+        (
+            None,
+            Exception,
+            "Ray has not started here (The current node timed out); end what else keeps this machine busy",
+        ),
+        (
+            "auto",
+            ConnectionError,
+            "cluster.address: no Ray cluster answers at auto (The current node timed out); start one",
+        ),
     ],
 )
-def test_a_ray_that_does_not_start_is_a_failure_with_a_remedy(monkeypatch, address, told):
+def test_a_ray_that_does_not_start_is_a_failure_with_a_remedy(monkeypatch, address, kind, told):
     def times_out(**options):
-        raise Exception("The current node timed out\nduring startup")  # as Ray does on a machine that is too busy
+        raise kind("The current node timed out\nduring startup")  # as Ray does on a machine that is too busy
 
     monkeypatch.setattr("ray.init", times_out)
     with ExitStack() as stack, pytest.raises(RunFailure) as failure:
         stack.enter_context(environment({}))
         start_ray(address, stack)
     assert str(failure.value).startswith(told)
+
+
+def test_a_cluster_that_answers_with_a_reason_is_not_said_to_be_absent(monkeypatch):
+    def refuses(**options):
+        raise RuntimeError("Version mismatch: the cluster was started with another Ray")
+
+    monkeypatch.setattr("ray.init", refuses)
+    with ExitStack() as stack, pytest.raises(RuntimeError, match="Version mismatch"):
+        stack.enter_context(environment({}))
+        start_ray("auto", stack)
