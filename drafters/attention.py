@@ -12,6 +12,9 @@ from drafters.alignment import Alignment
 MAX_SCORES = 2**24
 """Most attention scores in memory at once, over all heads (64 MiB in float32)."""
 
+KEPT_SCORES = 2**21
+"""Most attention scores of a draft position that are kept for the backward pass; more are computed again."""
+
 
 def attend(
     queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], alignment: Alignment, starts: slice,
@@ -22,17 +25,18 @@ def attend(
     context: keys and values [all context rows, kv heads, D], of which a start sees those of its rollout from first_seen [S] up to
     its own. own: keys and values [S, O, kv heads, D] of which it sees its own, or if causal each of its rows those up to its place.
     """
-    chunks = []
+    chunks, heads = [], queries.shape[1:3].numel()
+    keeps = len(queries) * heads * max((r.stop - r.start for r, _ in alignment.spans), default=0) <= KEPT_SCORES
     for rollout, own_starts in alignment.spans:
         keys, values = (tensor[rollout] for tensor in context)
         first, last = max(own_starts.start, starts.start), min(own_starts.stop, starts.stop)
-        starts_in_chunk = max(MAX_SCORES // (len(keys) * queries.shape[1:3].numel()), 1)
+        starts_in_chunk = max(MAX_SCORES // (len(keys) * heads), 1)
         for start in range(first, last, starts_in_chunk):
             stop = min(start + starts_in_chunk, last)
             rows = slice(start - starts.start, stop - starts.start)
             seen = torch.stack([first_seen[rows], alignment.starts_in_context[start:stop]]) - rollout.start
             of_rows = (tensor[rows] for tensor in own)
-            chunks.append(recomputed(_attend_chunk, queries[rows], keys, values, seen, *of_rows, causal))
+            chunks.append(run(keeps, _attend_chunk, queries[rows], keys, values, seen, *of_rows, causal))
     return torch.cat(chunks) if chunks else queries
 
 
@@ -58,6 +62,6 @@ def _attend_chunk(
     return attended.unflatten(2, (num_rows, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def recomputed(function, *args):
-    """Call a function without keeping its intermediate tensors; the backward pass computes them again."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+def run(keeps, function, *args):
+    """Call a function; unless it keeps its intermediate tensors, the backward pass computes them again."""
+    return function(*args) if keeps else checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.attention import attend, recomputed
+from drafters.attention import attend, run
 from drafters.target import TargetSpec
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -149,6 +149,9 @@ WHOLE_TEXT = 2**31
 MAX_STARTS = 2048
 """Most starts whose intermediate tensors are in memory at once."""
 
+KEPT_STARTS = 512
+"""Most starts of a batch whose intermediate tensors are kept for the backward pass; those of more are computed again."""
+
 
 def unroll(
     fuse: Callable[[Tensor], Tensor],
@@ -199,7 +202,7 @@ def unroll(
 
     hidden, contexts = features[rows].to(dtype), list[tuple[Tensor, Tensor]]()
     for layer in layers:
-        hidden, keys, values = recomputed(read_context, layer, hidden)
+        hidden, keys, values = run(len(rows) <= 4 * KEPT_STARTS, read_context, layer, hidden)
         contexts.append((keys, values))
         if layer is not last:
             hidden, _ = in_chunks(draft, hidden, [], layer, 0, alignment.of_context(batch), contexts[-1])
@@ -222,5 +225,6 @@ def in_chunks(draft: Callable[..., Any], hidden: Tensor, own: Sequence[Tensor], 
     """Call draft(*args, starts, hidden, *own) for one slice of starts after the other; hidden is [S, H]. Join what it returns."""
     # Without any start, one empty chunk keeps the shapes.
     chunks = [slice(at, at + MAX_STARTS) for at in range(0, max(len(hidden), 1), MAX_STARTS)]
-    parts = [recomputed(draft, *args, starts, hidden[starts], *(t[starts] for t in own)) for starts in chunks]
+    keeps = len(hidden) <= KEPT_STARTS
+    parts = [run(keeps, draft, *args, starts, hidden[starts], *(t[starts] for t in own)) for starts in chunks]
     return (torch.cat(tensors) for tensors in zip(*parts, strict=True))

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.attention import attend, recomputed
+from drafters.attention import attend, run
 from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_layers, new_shape, unsupported
 from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.block.first_weights import attend_to_newest, regression
 from drafters.config import DFlashConfig
 from drafters.target import other_values, read_sizes
-from drafters.unroll import MLP, Attention, in_chunks
+from drafters.unroll import KEPT_STARTS, MLP, Attention, in_chunks
 
 SUPPORTED: dict[str, object] = {
     "hidden_act": "silu",
@@ -158,7 +158,7 @@ class DFlashDrafter(AuxDrafter):
         positions = batch.positions[alignment.start_rows][:, None] + 1 + torch.arange(first + depth, device=rows.device)
         starts, from_first = slice(0, len(ids)), torch.zeros_like(alignment.starts_in_context)
         for layer in [cast(BlockLayer, layer) for layer in self.layers]:
-            read = recomputed(layer.self_attn.keys_and_values, context, batch.positions[rows])
+            read = run(len(rows) <= 4 * KEPT_STARTS, layer.self_attn.keys_and_values, context, batch.positions[rows])
             queries, keys, values = in_chunks(_project, hidden, [positions], layer)
             attended = attend(queries, read, (keys, values), alignment, starts, from_first, self.shape.causal)
             (hidden,) = in_chunks(_finish, hidden, [attended], layer)

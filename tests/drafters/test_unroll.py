@@ -25,7 +25,12 @@ def unrolled_parameters(drafter):
 @unrolled_kinds
 @pytest.mark.parametrize(
     "bounds",
-    [{"attention.MAX_SCORES": 300}, {"unroll.MAX_STARTS": 7}, {"attention.MAX_SCORES": 300, "unroll.MAX_STARTS": 7}],
+    [
+        {"attention.MAX_SCORES": 300},
+        {"unroll.MAX_STARTS": 7},
+        {"attention.MAX_SCORES": 300, "unroll.MAX_STARTS": 7},
+        {"attention.MAX_SCORES": 300, "unroll.MAX_STARTS": 7, "attention.KEPT_SCORES": 0, "unroll.KEPT_STARTS": 0},
+    ],
     ids=str,
 )
 def test_chunks_change_nothing(kind, bounds, target_weights, monkeypatch):
