@@ -22,16 +22,23 @@ def counts_of(rollouts: Iterable[Rollout]) -> SpeculationCounts:
 
 def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
     """Count verification steps by depth in the response: [one of DEPTHS, draft tokens, accepted ones, steps] each. Depth is
-    found by counting back from the end of the response, because drafting pauses, if ever, while the batch is large."""
+    found by counting back from the end of each turn, because drafting pauses, if ever, while the batch is large."""
     counts = {depth: SpeculationCounts() for depth in DEPTHS}
-    for rollout in rollouts:
-        steps = rollout.verification_steps
+    for whole, turn in ((rollout, turn) for rollout in rollouts for turn in rollout.turns()):
+        steps, before = turn.verification_steps, len(turn.prompt_token_ids) - len(whole.prompt_token_ids)
         emitted = np.fromiter((1 + accepted for _, accepted in reversed(steps)), np.int64)
-        starts = len(rollout.token_ids) - emitted.cumsum()[::-1]  # the first below 0 if the last went on after the end
+        # The first is below `before` if the last went on after the end.
+        starts = before + len(turn.token_ids) - emitted.cumsum()[::-1]
         bounds = 0, *np.searchsorted(starts, DEPTHS[1:]).tolist(), len(steps)
         for depth, (begin, end) in zip(DEPTHS, pairwise(bounds), strict=True):
             counts[depth].update(steps[begin:end])
     return [[depth, *kind, n] for depth, kinds in counts.items() for kind, n in sorted(kinds.items())]
+
+
+def last_segments(rollouts: Iterable[Rollout], recomputes: bool = True) -> list[Rollout]:
+    """Return the last segment of each rollout, see `last_segment`; of a trajectory, one for each turn that ends in it."""
+    turns = [(rollout, turn) for rollout in rollouts for turn in rollout.turns()]
+    return [last_segment(turn, recomputes) for rollout, turn in turns if turn.versions == rollout.versions]
 
 
 def last_segment(rollout: Rollout, recomputes: bool = True) -> Rollout:

@@ -32,6 +32,14 @@ class Segment(NamedTuple):
     end: int
 
 
+class Turn(NamedTuple):
+    """Tokens `start` to `end` (exclusive) of a rollout with tools, which the policy generated at once, and its verification steps."""
+
+    start: int
+    end: int
+    num_steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem of a task."""
@@ -94,19 +102,24 @@ MOST_UNDRAFTED = 0.05
 
 @dataclass(frozen=True)
 class Rollout:
-    """One generated response."""
+    """One generated response, or a trajectory of several turns: what the policy generated, and between it what tools answered."""
 
     prompt_id: str
     sample_index: int
     prompt_token_ids: list[int]
     token_ids: list[int]  # the response, including the end-of-sequence token when there is one
-    log_probs: list[float]  # behaviour log-prob of each response token, under the processed sampling distribution
+    log_probs: list[
+        float
+    ]  # behaviour log-prob of each response token, under the processed sampling distribution; 0 where observed
     text: str
     finish_reason: str  # either "stop" or "length"
     versions: Versions  # the versions that generated its last token
     verification_steps: tuple[tuple[int, int], ...] = ()
     """(draft tokens, accepted ones) of each verification step that verified any, in order."""
-    earlier: tuple[Segment, ...] = ()  # the segments that other versions generated before, in order
+    earlier: tuple[Segment, ...] = ()
+    """The segments that other versions generated before, in order. Observed tokens belong to the segment that follows them."""
+    parts: tuple[Turn, ...] = ()
+    """The turns of a trajectory, in order. The tokens between them were observed. Empty: all tokens are one turn."""
 
     @cached_property
     def speculation(self) -> SpeculationCounts:
@@ -118,6 +131,37 @@ class Rollout:
         """The whole response, in segments by the versions that generated them, as the engine stamped them."""
         start = self.earlier[-1].end if self.earlier else 0
         return (*self.earlier, Segment(self.versions, start, len(self.token_ids)))
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens that the policy generated."""
+        return sum(turn.end - turn.start for turn in self.parts) if self.parts else len(self.token_ids)
+
+    def generated(self) -> list[int]:
+        """Return the places in token_ids of the tokens that the policy generated."""
+        return [at for turn in self.parts for at in range(*turn[:2])] if self.parts else [*range(len(self.token_ids))]
+
+    def turns(self) -> "list[Rollout]":
+        """Return each turn as a rollout of its own, whose prompt is all that came before it."""
+        found, first = list[Rollout](), 0
+        for start, end, num_steps in self.parts:
+            segments = [
+                Segment(s.versions, max(s.start, start) - start, min(s.end, end) - start) for s in self.segments
+            ]
+            *earlier, last = [segment for segment in segments if segment.start < segment.end]
+            turn = replace(
+                self,
+                prompt_token_ids=self.prompt_token_ids + self.token_ids[:start],
+                token_ids=self.token_ids[start:end],
+                log_probs=self.log_probs[start:end],
+                versions=last.versions,
+                verification_steps=self.verification_steps[first : first + num_steps],
+                earlier=tuple(earlier),
+                parts=(),
+            )
+            found.append(turn)
+            first += num_steps
+        return found or [self]
 
     @property
     def drafted_throughout(self) -> bool:

@@ -24,7 +24,7 @@ class StartAcceptance:
 
     probability: Tensor  # [K, S] probability that a draft token is accepted, whatever the target draws
     drawn: Tensor  # [K, S] probability that the token that the rollout drew was an accepted draft
-    rollout: Tensor  # [S] int64
+    rollout: Tensor  # [S] int64; of a rollout with several turns, each turn has a number of its own
     offset: Tensor  # [S] int64, generated tokens before the start's first input; negative: no step begins here
 
 

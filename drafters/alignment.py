@@ -96,7 +96,11 @@ def align(batch: DraftBatch, depth: int, share: float = 1.0, generator: torch.Ge
     ids, rows = batch.document_ids, torch.arange(len(batch.token_ids), device=batch.token_ids.device)
     context = batch.feature_mask & (ids == _ahead(ids, 1, -1))
     has_target = [_ahead(batch.feature_mask, k + 1, False) for k in range(depth)]
-    is_predicted = [(ids == _ahead(ids, k + 2, -1)) & _ahead(batch.response_mask, k + 2, False) for k in range(depth)]
+    turns = turn_ids(batch)
+    first = _ahead(turns, 1, -1)  # turn of the first input
+    is_predicted = [
+        (first == _ahead(turns, k + 2, -1)) & _ahead(batch.response_mask, k + 2, False) for k in range(depth)
+    ]
     supervised = context & torch.stack(has_target) & torch.stack(is_predicted)
     context_rows, start_rows = rows[context], rows[supervised.any(0)]
     if share < 1 and generator is not None and len(start_rows):
@@ -123,23 +127,38 @@ def _drawn_in_runs(num_starts: int, share: float, generator: torch.Generator) ->
     return torch.cat([runs[i] for i in order])[:wanted].sort().values
 
 
-def generated_before(batch: DraftBatch, start_rows: Tensor) -> Tensor:
-    """Count the generated tokens [S] before the first input x_{t+1} of each start row t; negative if x_{t+1} is a prompt token.
+def turn_ids(batch: DraftBatch) -> Tensor:
+    """Return [N] the turn of each row, counted over the whole batch. What is read before a turn, prompt or observed, belongs to it.
 
-    Every verification step begins with a generated token as its first input; the first generated token has offset 0.
+    No verification step goes on after the end of a turn, and no draft is compared with a token of the next one.
     """
-    prompt_lengths = batch.document_ids[~batch.response_mask].bincount(minlength=len(batch.document_ids))
-    return batch.positions[start_rows] + 1 - prompt_lengths[batch.document_ids[start_rows]]
+    ids, generated = batch.document_ids, batch.response_mask
+    ends = (ids[1:] != ids[:-1]) | (generated[:-1] & ~generated[1:])
+    return torch.cat([ends.new_zeros(1, dtype=torch.int64), ends.cumsum(0)])
+
+
+def generated_before(batch: DraftBatch, start_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the turn of each start row t [S], and how many tokens of it were generated before the first input x_{t+1} [S];
+    negative if x_{t+1} was not generated.
+
+    Every verification step begins with a generated token as its first input; the first generated token of a turn has offset 0.
+    """
+    turns, rows = turn_ids(batch), torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+    first = rows.new_full((len(rows),), len(rows)).scatter_reduce(
+        0, turns[batch.response_mask], rows[batch.response_mask], "amin"
+    )
+    return turns[start_rows + 1], start_rows + 1 - first[turns[start_rows + 1]]
 
 
 def beyond_stop(batch: DraftBatch, start_rows: Tensor, depth: int, eos_token_ids: Sequence[int]) -> Tensor:
-    """Return [K, S] bool: whether draft position k of a start lies behind the end-of-sequence token of its rollout.
+    """Return [K, S] bool: whether draft position k of a start lies behind the end-of-sequence token of its turn.
 
-    False for rollouts that end otherwise, for example at a length limit, because their text would continue there.
+    False for turns that end otherwise, for example at a length limit, because their text would continue there.
     """
-    last = batch.document_ids.bincount().cumsum(0) - 1
+    turns = turn_ids(batch)
+    last = turns.bincount().cumsum(0) - 1
     stops = torch.isin(batch.token_ids[last], torch.tensor(eos_token_ids, device=last.device))
-    of_start = batch.document_ids[start_rows]
+    of_start = turns[start_rows + 1]
     predicted = start_rows + 2 + torch.arange(depth, device=last.device)[:, None]
     return (predicted > last[of_start]) & stops[of_start]
 

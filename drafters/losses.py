@@ -173,7 +173,7 @@ def acceptances(
         tables[index][:, k, starts] = result.accepted
     rows = alignment.start_rows
     beyond = beyond_stop(batch, rows, depth, shape.sizes.eos_token_ids)
-    of_start = batch.document_ids[rows], generated_before(batch, rows)
+    of_start = generated_before(batch, rows)
     filled = (table.masked_fill(beyond, 0.0) for table in tables)
     return [StartAcceptance(probability, drawn, *of_start) for probability, drawn in filled]
 

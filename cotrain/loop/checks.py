@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cotrain.acceptance_stats import last_segment
+from cotrain.acceptance_stats import last_segments
 from cotrain.config.schema import RunConfig
 from cotrain.loop.roles import Roles
 from cotrain.loop.step import Clock
@@ -67,7 +67,7 @@ class Checks:
             with clock.phase("lossless"):
                 return self._roles.policy.response_draws(chosen, self._sampling, self.monitor.logit_tolerance)
 
-        tails = [last_segment(one.rollout) for one in scored]
+        tails = last_segments(one.rollout for one in scored)
         current = [rollout for rollout in tails if rollout.versions.policy == policy_version]
         checked = self.monitor.check(step, current, run_seconds, forward)
         if checked is None:

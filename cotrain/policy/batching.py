@@ -20,7 +20,7 @@ from cotrain.records import ScoredRollout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rollouts of one forward pass: B rows of L tokens, holding S rollouts with N response tokens."""
+    """Rollouts of one forward pass: B rows of L tokens, holding S rollouts with N response tokens that the policy generated."""
 
     rollouts: list[ScoredRollout]
     token_ids: Tensor  # [B, L] int64
@@ -87,21 +87,29 @@ def _micro_batch(rollouts: list[ScoredRollout], device: torch.device) -> MicroBa
     # Under causal attention no token sees the padding on its right, so no mask is needed.
     token_ids = pad_sequence(rows, batch_first=True)
     starts = range(0, token_ids.numel(), token_ids.shape[1])
-    lengths = torch.tensor([len(scored.rollout.token_ids) for scored in rollouts])
-    ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
-    predictors = [torch.arange(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
+    generated = [torch.tensor(scored.rollout.generated()) for scored in rollouts]
+    lengths = torch.tensor([len(places) for places in generated])
+    # A token is predicted at the position before it.
+    firsts = [start + len(s.rollout.prompt_token_ids) - 1 for start, s in zip(starts, rollouts, strict=True)]
+    predictors = [first + places for first, places in zip(firsts, generated, strict=True)]
     advantages = torch.tensor([scored.advantage for scored in rollouts], dtype=torch.float32)
-    behaviour = torch.tensor([log_prob for scored in rollouts for log_prob in scored.rollout.log_probs]).to(device)
+    behaviour = _of_generated([s.rollout.log_probs for s in rollouts], generated).to(device)
+    versions = [[s.versions.policy for s in r.rollout.segments for _ in range(*s[1:])] for r in rollouts]
     return MicroBatch(
         rollouts=rollouts,
         token_ids=token_ids.to(device),
         predictors=torch.cat(predictors).to(device),
-        targets=torch.tensor([token for scored in rollouts for token in scored.rollout.token_ids]).to(device),
+        targets=_of_generated([s.rollout.token_ids for s in rollouts], generated).to(device),
         sequence_ids=torch.arange(len(rollouts)).repeat_interleave(lengths).to(device),
         lengths=lengths.to(device),
         advantages=advantages.repeat_interleave(lengths).to(device),
         behaviour_log_probs=behaviour,
         old_log_probs=behaviour,
-        versions=torch.tensor([s.versions.policy for r in rollouts for s in r.rollout.segments for _ in range(*s[1:])]),
+        versions=_of_generated(versions, generated),
         has_advantage=any(scored.advantage != 0 for scored in rollouts),
     )
+
+
+def _of_generated(values: Sequence[Sequence[Any]], generated: Sequence[Tensor]) -> Tensor:
+    """Return the values of the tokens that the policy generated [N]. values: of each rollout's tokens. generated: their places."""
+    return torch.cat([torch.tensor(row)[places] for row, places in zip(values, generated, strict=True)])

@@ -119,7 +119,7 @@ class PolicyLearner:
         values: list[dict[str, Tensor]] = []
         steps: list[tuple[float, float, float]] = []
         for minibatch, share in zip(minibatches, shares, strict=True):
-            lengths = [len(scored.rollout.token_ids) for scored in minibatch]
+            lengths = [scored.rollout.num_generated for scored in minibatch]
             denominator = loss_denominator(config, lengths, self._rollout.max_new_tokens)
             of_share = [self._forward_backward(batch, denominator, last=batch is share[-1]) for batch in share]
             for batch, of_batch in zip(share, of_share, strict=True):

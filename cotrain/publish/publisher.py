@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cotrain.acceptance_stats import counts_of, last_segment
+from cotrain.acceptance_stats import counts_of, last_segments
 from cotrain.config.schema import DrafterConfig
 from cotrain.publish.acceptance import expected_of
 from cotrain.publish.alarms import Alarm
@@ -82,7 +82,7 @@ class Publisher:
         run; None trains whether it pays or not.
         """
         serving, spec, current, versions = self.serving, self._spec, self._current, self._current.versions
-        batch = replace(batch, rollouts=[last_segment(rollout, spec.recomputes) for rollout in batch.rollouts])
+        batch = replace(batch, rollouts=last_segments(batch.rollouts, spec.recomputes))
         keep = {versions.drafter, serving.last_good}
         scores, metrics = self._trainer.take_in(batch.features, versions.drafter, keep, serving.judged_update)
         # Only these rollouts were drafted by the serving drafter, so the expectation must be for the same ones.

@@ -10,7 +10,7 @@ from cotrain.records import Rollout, RolloutBatch, SpeculationCounts
 
 def rollout_metrics(rollouts: list[Rollout], window: RolloutBatch, num_engines: int = 1) -> dict[str, float]:
     """Length comes from the rollouts trained on; speed, feature tap and speculation gain from the window."""
-    n, num_tokens = len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts)
+    n, num_tokens = len(rollouts), sum(rollout.num_generated for rollout in rollouts)
     metrics: dict[str, Any] = {
         "rollout/response_length": num_tokens / n,
         "rollout/generated_tokens": num_tokens,

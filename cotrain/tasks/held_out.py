@@ -41,6 +41,6 @@ class HeldOut:
         return {
             "reward": float(means.mean()),
             "reward_error": float(means.std(ddof=1) / sqrt(len(means))) if len(means) > 1 else 0.0,
-            "response_length": float(np.mean([len(rollout.token_ids) for rollout in rollouts])),
+            "response_length": float(np.mean([rollout.num_generated for rollout in rollouts])),
             "truncated": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         }

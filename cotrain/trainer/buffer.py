@@ -130,7 +130,7 @@ def pack(records: Sequence[FeatureRecord]) -> TrainingBatch:
         aux_hidden=torch.cat([r.aux_hidden for r in records]),
         final_hidden=torch.cat([r.final_hidden for r in records]),
         feature_mask=torch.cat([r.feature_mask for r in records]),
-        response_mask=torch.cat([torch.arange(r.num_tokens) >= r.prompt_length for r in records]),
+        response_mask=torch.cat([r.response_mask for r in records]),
         positions=torch.cat([torch.arange(r.num_tokens) for r in records]),
         document_ids=torch.cat([torch.full((r.num_tokens,), i) for i, r in enumerate(records)]),
         policy_version=records[0].policy_version,

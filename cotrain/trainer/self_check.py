@@ -86,7 +86,7 @@ def check_records(batch: RolloutBatch, end_token_ids: Collection[int]) -> None:
                 f"a tapped rollout of {record.num_tokens} tokens is said to have a prompt of {record.prompt_length}, "
                 f"the engine was given one of {boundary}: the drafter's loss mask would be off"
             )
-    for rollout in batch.rollouts:
+    for rollout in (turn for whole in batch.rollouts for turn in whole.turns()):
         end = next((place for place, token in enumerate(rollout.token_ids[:-1]) if token in end_token_ids), None)
         if end is not None:
             raise SelfCheckFailed(

@@ -125,9 +125,9 @@ class DrafterTrainer:
         """Choose the draft vocabulary of a new drafter. Returns drafter/vocabulary_coverage, the share of the counted tokens in it."""
         counts = torch.zeros(self._target.vocab_size, dtype=torch.float64)
         for record in records:
-            prompt, response = record.token_ids.tensor_split([record.prompt_length])
-            counts += response.bincount(minlength=len(counts))
-            counts += PROMPT_TOKEN_WEIGHT * prompt.bincount(minlength=len(counts))
+            generated = record.response_mask
+            counts += record.token_ids[generated].bincount(minlength=len(counts))
+            counts += PROMPT_TOKEN_WEIGHT * record.token_ids[~generated].bincount(minlength=len(counts))
         self._progress.needs_vocabulary = False
         target = self.target_weights[records[-1].policy_version]
         return {"drafter/vocabulary_coverage": self.drafter.choose_vocabulary(counts, target)}
@@ -165,12 +165,13 @@ class DrafterTrainer:
         has_candidate = updates > max(progress.published_update, judged)
         drafters = [self._published[serving], *([candidate] if has_candidate else [])]
         scores = [rollout_acceptances(starts, self._served_depth) for starts in self._starts(drafters, segments)]
+        of_turns = [pair for pair in zip(records, segments, strict=True) for _ in range(pair[1].num_turns)]
         fresh = FreshScores(
-            prompts=[record.prompt_key for record in records],
+            prompts=[record.prompt_key for record, segment in of_turns],
             serving=scores[0],
             candidate=scores[1] if has_candidate else None,
             updates=updates,
-            served_by=[record.drafter_version for record in records],
+            served_by=[record.drafter_version for record, segment in of_turns],
         )
         gathered = progress.gathered = fresh.after(progress.gathered)
         if has_candidate and not enough(gathered.prompts) and self._held is None:

@@ -41,6 +41,8 @@ class FeatureRecord:
     """Response tokens before the last segment, which other versions generated: a drafter is not judged by them."""
     drafter_version: int = 0  # version of the drafter that drafted in the last segment
     log_probs: Tensor | None = None  # [T] float32, of this policy's tokens with this sampling; NaN if unknown
+    turns: tuple[tuple[int, int], ...] = ()
+    """Where each turn of a trajectory begins and ends (exclusive); tokens between them were observed. Empty: one turn after the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,13 +53,27 @@ class FeatureRecord:
         return sum(rows.nbytes for name in ROWS if (rows := getattr(self, name)) is not None)
 
     @property
+    def response_mask(self) -> Tensor:
+        """[T] bool, True for tokens that were generated."""
+        at = torch.arange(self.num_tokens)
+        mask = at >= self.prompt_length
+        if self.turns:
+            mask &= torch.stack([(at >= start) & (at < end) for start, end in self.turns]).any(0)
+        return mask
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns with a generated token."""
+        return sum(end > self.prompt_length for _, end in self.turns) if self.turns else 1
+
+    @property
     def is_trainable(self) -> bool:
         """Whether at least one draft token can be compared with the target.
 
         Drafting can start at row t if rows t and t+1 have features and token t+2 was generated (see drafters/alignment.py).
         """
         starts = self.feature_mask[:-2] & self.feature_mask[1:-1]
-        return bool(starts[max(self.prompt_length - 2, 0) :].any())
+        return bool((starts & self.response_mask[2:]).any())
 
     @property
     def is_scorable(self) -> bool:
@@ -114,6 +130,7 @@ def read_shard(path: str | Path) -> list[FeatureRecord]:
 
 def _checked(index: int, rows: dict[str, Tensor], others: dict[str, Any]) -> FeatureRecord:
     others |= {"sampling": SamplingParams(**others["sampling"]), "aux_layers": tuple(others["aux_layers"])}
+    others["turns"] = tuple(map(tuple, others["turns"]))
     record = FeatureRecord(**others | rows)
     width, num_layers = record.aux_hidden.shape[1], len(record.aux_layers)
     if len(lengths := {len(tensor) for tensor in rows.values()}) > 1:

@@ -1,9 +1,11 @@
 """Alignment against a loop over single tokens that knows nothing of masks and shifts."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from drafters.alignment import DraftBatch, align
+from drafters.alignment import DraftBatch, align, beyond_stop, generated_before
 from tests.drafters.conftest import make_batch
 
 DEPTH = 4
@@ -17,6 +19,9 @@ def supervised_pairs(batch: DraftBatch, position: int) -> set[tuple[int, int]]:
         for index, start in enumerate(rows):
             predicted = index + 2 + position
             if predicted >= len(rows) or not batch.response_mask[rows[predicted]]:
+                continue
+            read = batch.response_mask[rows[index + 1] : rows[predicted] + 1].tolist()
+            if (True, False) in pairwise(read):  # a turn has ended in between
                 continue
             if batch.feature_mask[start] and batch.feature_mask[rows[predicted - 1]]:
                 pairs.add((start, rows[predicted - 1]))
@@ -108,3 +113,37 @@ def test_starts_that_are_drawn_together_share_their_target_rows():
     assert len(rows.unique()) < 1.5 * len(sampled.start_rows) < 0.4 * len(rows)
     other = align(batch, 5, 0.25, torch.Generator().manual_seed(1))
     assert not torch.equal(other.start_rows, sampled.start_rows)
+
+
+def with_observed(batch: DraftBatch, *rows: int) -> DraftBatch:
+    """The batch with these rows observed, as what a tool has answered between two turns."""
+    batch.response_mask[list(rows)] = False
+    return batch
+
+
+@pytest.mark.parametrize("observed", [(5, 6), (5,), (4, 8, 9, 10), (3, 5, 7)])
+def test_no_draft_goes_on_after_the_end_of_a_turn(observed):
+    batch = with_observed(make_batch((3, 11, 0), (2, 5, 0)), *observed)
+    alignment = align(batch, DEPTH)
+    assert {*observed} < {*alignment.context_rows.tolist()}, "what a tool answered is context"
+    for position in range(DEPTH):
+        starts = alignment.start_rows[alignment.supervised[position]].tolist()
+        targets = alignment.target_rows(position)
+        assert set(zip(starts, targets.tolist(), strict=True)) == supervised_pairs(batch, position)
+        assert batch.response_mask[targets + 1].all(), "no observed token is a target"
+
+
+def test_each_turn_counts_its_own_tokens():
+    """Two turns of three and two tokens, with two observed ones between them, and a rollout of one turn."""
+    batch = with_observed(make_batch((2, 7, 0), (1, 3, 0)), 5, 6)
+    turns, offsets = generated_before(batch, torch.tensor([0, 1, 2, 3, 4, 5, 6, 9, 10]))
+    assert turns.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert offsets.tolist() == [-1, 0, 1, 2, -2, -1, 0, 0, 1]
+
+
+def test_positions_behind_the_end_of_a_turn():
+    batch = with_observed(make_batch((2, 7, 0)), 5, 6)
+    batch.token_ids[4] = 2  # the end-of-sequence token ends the first turn
+    batch.token_ids[8] = 9
+    beyond = beyond_stop(batch, torch.tensor([1, 2, 5, 6]), 3, (2,))
+    assert beyond.T.tolist() == [[False, False, True], [False, True, True], [False] * 3, [False] * 3]

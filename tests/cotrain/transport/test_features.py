@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +43,21 @@ def test_what_is_written_is_read_and_the_file_is_no_longer_needed(shard):
         assert new.aux_hidden.dtype == torch.bfloat16
         assert (new.prompt_length, new.policy_version, new.sampling, new.aux_layers) == (4, 0, old.sampling, (2, 4, 5))
         assert new.num_bytes == old.num_bytes == new.num_tokens * (8 + 2 * 4 * 64 + 1)
+
+
+def test_the_turns_of_a_trajectory_are_kept_and_observed_tokens_are_neither_response_nor_trained_on(tmp_path):
+    record = replace(make_record(response_length=8), turns=((4, 6), (9, 12)))
+    write_records(tmp_path / "shard", [record])
+    [read] = read_shard(tmp_path / "shard")
+    assert read.turns == ((4, 6), (9, 12)) and read.num_turns == 2
+    assert read.response_mask.nonzero().flatten().tolist() == [4, 5, 9, 10, 11]
+    last = replace(read, earlier_tokens=3).last_segment()
+    assert last.num_turns == 1 and last.response_mask.nonzero().flatten().tolist() == [9, 10, 11]
+    read.feature_mask[:] = False
+    read.feature_mask[5:7] = True  # they could only draft an observed token
+    assert not read.is_trainable
+    read.feature_mask[7:9] = True
+    assert read.is_trainable
 
 
 def test_prompt_key_is_that_of_the_prompt_alone():
