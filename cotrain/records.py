@@ -258,3 +258,5 @@ class RolloutBatch:
     gain: GainReport | None = None  # over all engines; None while draft lengths are fixed
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     exposed: float = 1.0  # share of `seconds` in which the learner waited for rollouts
+    rewards: list[float] = field(default_factory=list)  # of the rollouts, where environments compute them
+    failures: tuple[str, ...] = ()  # why environments failed

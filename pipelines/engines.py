@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.config.rules import depth_problems
-from cotrain.config.schema import DatasetTask, ReasoningGymTask, RolloutConfig, default_run_root
+from cotrain.config.schema import DatasetTask, EnvironmentTask, ReasoningGymTask, RolloutConfig, default_run_root
 from cotrain.config.surroundings import cache_problems
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
@@ -31,7 +31,7 @@ from drafters.base import Drafter, TargetSpec
 from drafters.build import kind_of, load_drafter
 from pipelines.plan import BYTES, GIB
 
-TaskConfig = ReasoningGymTask | DatasetTask
+TaskConfig = ReasoningGymTask | DatasetTask | EnvironmentTask
 DEFAULT_TASK = ReasoningGymTask(type="reasoning_gym", name="chain_sum")
 KV_BLOCK = 128
 

@@ -9,6 +9,7 @@ from cotrain.actors.policy import Policy
 from cotrain.actors.replicas import Method, Replicas, Watch
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.trajectories import Tools, TrajectoryEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import P, Reply, T
 from cotrain.process.cluster import Cluster
@@ -32,6 +33,7 @@ class RolloutEngines(Replicas):
     """All vLLM replicas, which serve the same versions. `current` is kept up to date with them."""
 
     _sender: Policy | None = None  # the learner, if it sends the policy without a file
+    tools: Tools | None = None  # the environments of a task that has some
 
     def __init__(self, cluster: Cluster, nodes: Nodes, config: RunConfig, current: CurrentWeights, watch: Watch):
         """See Replicas."""
@@ -91,10 +93,14 @@ class RolloutEngines(Replicas):
         return [by_key[request.prompt_id, request.sample_index] for request in requests]
 
     def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int] = (0, 1)
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int], answer: Any
     ) -> Any:
-        """Begin to generate one response to each request on one engine. Returns the reference of the RolloutBatch. tap,
-        together: see RolloutEngine.generate."""
+        """Begin to generate one response to each request of a prompt on one engine. Returns the reference of the RolloutBatch.
+
+        tap, together: see RolloutEngine.generate. answer: the prompt's, which with tools is the row of its environment.
+        """
+        if self.tools is not None:
+            return self.begin(engine, TrajectoryEngine.play, requests, tap, answer, self.tools).reference
         return self.begin(engine, RolloutEngine.generate, requests, tap, together).reference
 
     # -- history -----------------------------------------------------------------------------------------------------

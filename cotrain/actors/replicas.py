@@ -11,8 +11,8 @@ from typing import Any, Concatenate
 from cotrain.config.lossless_guard import MODEL_RUNNER
 from cotrain.config.schema import RunConfig
 from cotrain.engine.arguments import EngineSpec
-from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.processes import import_vllm
+from cotrain.engine.trajectories import TrajectoryEngine
 from cotrain.process.calls import P, Reply, T, begin
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster, temporary_files
@@ -32,7 +32,7 @@ its own event loop and vLLM's asynchronous engine lives in a single one."""
 MOST_RESTARTS = 3
 """Restarts of an engine. One that dies more often stays in quarantine, because its deaths are no accident."""
 
-Method = Callable[Concatenate[RolloutEngine, P], Coroutine[Any, Any, T]]
+Method = Callable[Concatenate[TrajectoryEngine, P], Coroutine[Any, Any, T]]
 Watch = Callable[[Any, Callable[[Any], None], Callable[[RunFailure], None]], None]
 
 
@@ -45,7 +45,7 @@ class EngineActor(Actor):
 
     async def start(self, spec: EngineSpec) -> None:
         """See RolloutEngine.start."""
-        self._engine = RolloutEngine(spec)
+        self._engine = TrajectoryEngine(spec)
         await self._engine.start()
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:

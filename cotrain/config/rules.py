@@ -10,6 +10,7 @@ from cotrain.config.schema import (
     MIN_ROLLOUTS,
     DatasetTask,
     DrafterConfig,
+    EnvironmentTask,
     PolicyConfig,
     RolloutConfig,
     RunConfig,
@@ -84,6 +85,9 @@ def _lag_rules(config: RunConfig) -> Iterator[str]:
 
 def _engine_rules(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
+    if isinstance(config.task, EnvironmentTask) and rollout.synchronous_batches:
+        what = "true makes batches the same in every run, which environments do not, as they answer when they are done"
+        yield f"rollout.synchronous_batches: {what}; leave it out"
     for key, message in engine_problems(rollout.vllm):
         if config.speculates or key in ALWAYS_REFUSED:
             yield f"rollout.vllm.{key}: {message}"

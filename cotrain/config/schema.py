@@ -301,13 +301,42 @@ class ReasoningGymTask(TaskConfig):
     """Number of distinct problems."""
 
 
-AnyTask = Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
+class EnvironmentTask(Section):
+    """Trajectories of several turns, in which tools of an environment answer what the policy says (docs/guide/environments.md)."""
+
+    type: Literal["environment"]
+    """Kind of task."""
+    factory: str
+    """package.module:Class of an environment, which has the methods messages(), step(text) and reward()."""
+    path: str | None = None
+    """json, jsonl or parquet file, folder or hub id, whose columns are the arguments of the factory. Default: `seed` alone, a number."""
+    split: str = "train"
+    """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
+    size: PositiveInt = 1000
+    """Number of distinct seeds where there is no path."""
+    max_turns: PositiveInt = 8
+    """Most turns of a trajectory. rollout.max_new_tokens is the limit of all its tokens, those that tools answer included."""
+    max_turn_tokens: PositiveInt | None = None
+    """Most tokens of a turn. Default: rollout.max_new_tokens."""
+    num_environments: PositiveInt = 1
+    """Processes that environments run in."""
+    step_timeout_s: PositiveFloat = 30.0
+    """Seconds for an environment to answer; then its trajectory is begun again, once, and left out of its group after that."""
+
+    @property
+    def num_scorers(self) -> int:
+        """Environments compute their rewards."""
+        return 0
+
+
+AnyTask = Annotated[ReasoningGymTask | DatasetTask | EnvironmentTask, Field(discriminator="type")]
+HeldOutTask = Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
 
 
 class ValidationConfig(Section):
     """Prompts that the policy is scored on as it trains, and is not trained on."""
 
-    task: AnyTask
+    task: HeldOutTask
     """Prompts and rewards. A reasoning_gym task has other problems than the run's."""
     every: PositiveInt = 10
     """Score in every n-th step, and in the last."""

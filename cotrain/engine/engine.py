@@ -116,6 +116,20 @@ class RolloutEngine(VllmEngine):
         self, named: dict[str, RolloutRequest], tap: float, overrides: dict[str, Any]
     ) -> tuple[dict[str, TapRequest], dict[str, Any]]:
         """Choose which requests are tapped, and let all enter. Returns the tapped ones, and the queue of each one's output."""
+        tapped = await self._start_tapping(named, tap, overrides)
+        engine, queues, computed_whole = self._engine, dict[str, Any](), first_of_each_prompt(tapped)
+        paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
+        async with death_in_words(engine), paused:
+            for name, request in named.items():
+                own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
+                sampling = self._sampling(request, overrides | own)
+                queues[name] = await engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, sampling)
+        return tapped, queues
+
+    async def _start_tapping(
+        self, named: dict[str, RolloutRequest], tap: float, overrides: dict[str, Any]
+    ) -> dict[str, TapRequest]:
+        """Choose which requests are tapped, and tap them from now on."""
         tapped: dict[str, TapRequest] = {}
         if tap and self.spec.drafter_folder is not None:
             known = {
@@ -125,14 +139,7 @@ class RolloutEngine(VllmEngine):
             tapped = self._admission.choose(known, tap)
         if tapped:
             await self.on_workers(EngineWorker.start_tapping, tapped, self.spec.rollout.features.max_bytes)
-        engine, queues, computed_whole = self._engine, dict[str, Any](), first_of_each_prompt(tapped)
-        paused = self._paused(False) if self.spec.rollout.synchronous_batches else nullcontext()
-        async with death_in_words(engine), paused:
-            for name, request in named.items():
-                own = {"skip_reading_prefix_cache": True} if name in computed_whole else {}
-                sampling = self._sampling(request, overrides | own)
-                queues[name] = await engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, sampling)
-        return tapped, queues
+        return tapped
 
     async def take_window(self) -> Window:
         """Return what the engine steps since the last call did, and what speculation gained."""
@@ -211,8 +218,9 @@ class RolloutEngine(VllmEngine):
             return [], {}
         sequences = {}
         for name, r in rollouts.items():
-            last = r.versions.policy, r.segments[-1].start, r.versions.drafter
-            sequences[name] = (r.prompt_token_ids + r.token_ids, r.log_probs, len(r.prompt_token_ids), *last)
+            first, last = len(r.prompt_token_ids), (r.versions.policy, r.segments[-1].start, r.versions.drafter)
+            turns = [(first + turn.start, first + turn.end) for turn in r.parts]
+            sequences[name] = (r.prompt_token_ids + r.token_ids, r.log_probs, first, *last, turns)
         sampling = {field.name: getattr(self.spec.rollout, field.name) for field in fields(SamplingParams)}
         # The process id keeps an engine that is started again from overwriting the files of the one before.
         path = f"{self.spec.scratch}/features_{os.getpid()}_{next(iter(rollouts))}.safetensors"

@@ -96,10 +96,11 @@ class TapHook:
     def take(
         self, name: str, token_ids: list[int], log_probs: Sequence[float], prompt_length: int, version: int,
         sampling: SamplingParams, aux_layers: Sequence[int], earlier_tokens: int, drafter_version: int,
+        turns: Sequence[Sequence[int]] = (),
     ) -> FeatureRecord | None:  # fmt: skip
         """Return what the tap has of a request that has ended, or None. For TapRing.beside.
 
-        log_probs: of the response's tokens, or none. version: the policy's. Log-probabilities of earlier segments are left out, because
+        log_probs: of the response's tokens, or none. version: the policy's. turns: see FeatureRecord. Log-probabilities of earlier segments are left out, because
         the rows of their tokens may have been computed again, by this policy.
         """
         tokens, final_size = torch.tensor(token_ids), self._runner.model_config.get_hidden_size()
@@ -110,7 +111,11 @@ class TapHook:
         rows = (tokens, hidden[:, :-final_size], hidden[:, -final_size:], mask)
         unknown, own = [math.nan] * (prompt_length + earlier_tokens), list(log_probs[earlier_tokens:])
         last = earlier_tokens, drafter_version, torch.tensor(unknown + own) if log_probs else None
-        return FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last)
+        parts = tuple((start, end) for start, end in turns)
+        record = FeatureRecord(*rows, prompt_length, version, sampling, tuple(aux_layers), *last, turns=parts)
+        if record.log_probs is not None:
+            record.log_probs[~record.response_mask] = math.nan
+        return record
 
     def record(self, hidden: list[Tensor], batch: Any) -> None:
         """Give the tap the rows of a step, which it gets beside the next steps. batch: what `_layout` reads."""

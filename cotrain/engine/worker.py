@@ -126,9 +126,14 @@ class EngineWorker:
         if self.worker.rank == 0:  # msgpack made lists
             self.hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()}, max_bytes)
 
+    def stop_tapping(self, names: list[str]) -> None:
+        """Forget what was recorded of these requests."""
+        if self.worker.rank == 0:
+            self.hook.tap.drop(names)
+
     def begin_features(
         self,
-        rollouts: dict[str, tuple[list[int], list[float], int, int, int, int]],
+        rollouts: dict[str, tuple[list[int], list[float], int, int, int, int, list[tuple[int, int]]]],
         path: str,
         sampling: dict[str, Any],
         aux_layers: list[int],
@@ -136,14 +141,14 @@ class EngineWorker:
         """Begin to write the features of finished rollouts as one shard, in a thread beside the engine's steps.
 
         rollouts: request id -> (all token ids, log-probabilities of the response, and of its FeatureRecord: prompt_length,
-        policy_version, earlier_tokens, drafter_version). sampling: fields of SamplingParams.
+        policy_version, earlier_tokens, drafter_version, turns). sampling: fields of SamplingParams.
         """
         hook, common = self.hook, (SamplingParams(**sampling), aux_layers)
         stats, hook.tap_seconds = {"record_seconds": hook.tap_seconds}, 0.0
 
         def take() -> list[FeatureRecord]:
             stats["num_dropped"], hook.tap.dropped = hook.tap.dropped, 0
-            taken = (hook.take(name, *rollout[:4], *common, *rollout[4:]) for name, rollout in rollouts.items())
+            taken = (hook.take(n, *of[:4], *common, of[4], of[5], of[6]) for n, of in rollouts.items())
             return [record for record in taken if record is not None]
 
         self._shards[path] = self._writer.submit(_written, path, hook.ring.beside(take), stats)

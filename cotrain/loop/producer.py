@@ -28,6 +28,9 @@ from cotrain.tasks.prompts import PromptOrder, encode_prompt
 SAME_PROMPT_TRIES = 2
 """Number of attempts to generate a group with its own prompt; after that, another prompt takes its place."""
 
+FEWEST_SAMPLES, TOOLS_FAILED = 2, "its tools failed"
+"""A group with fewer trajectories has nothing to compare one with, and is generated again."""
+
 FILL = 1.25
 """With lag, an engine gets groups until it has this many times the requests that it can run at once, so that it never runs
 short. Other groups wait here: the later a request starts, the newer its weights, and an engine that dies loses less."""
@@ -50,6 +53,7 @@ class Producer:
         new: dict[str, Any] = {"groups": [], "lost": {}, "lost_features": 0, "lengths": {"logs": {}}}
         saved = new | (start.stream or {})
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
+        self.failed_trajectories = 0
         self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, start.step)
@@ -108,6 +112,7 @@ class Producer:
             "stream/groups_running": count("dispatched"),
             "stream/groups_finished": count("finished", "scored"),
             "stream/lost_groups": lost.total(),
+            "stream/failed_trajectories": self.failed_trajectories,
             "drafter/lost_features": self.windows.lost_features,
         }
 
@@ -150,7 +155,8 @@ class Producer:
     def _begin(self, engine: int, group: Group, requests: list[RolloutRequest], together: tuple[int, int]) -> None:
         self.ledger.move(group.number, "dispatched")
         self._event("dispatched", group.number, engine=engine, attempt=group.attempt)
-        reference = self._roles.engines.begin_generate(engine, requests, self._tap, together)
+        answer = group.prompt.answer
+        reference = self._roles.engines.begin_generate(engine, requests, self._tap, together, answer)
         finished = partial(self._finished, engine, group.number, together[0], reference)
         self._roles.reactor.add(reference, finished, partial(self._engine_died, engine, group.number))
 
@@ -179,6 +185,12 @@ class Producer:
 
     def _finished(self, engine: int, number: int, place: int, reference: Any, batch: RolloutBatch) -> None:
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt
+        for reason in batch.failures:
+            self.failed_trajectories += 1
+            self._event("trajectory failed", number, reason=reason)
+        if batch.failures and len(batch.rollouts) < FEWEST_SAMPLES:
+            self._roles.nodes.remove_all(batch.features)
+            return self._start_over(self.ledger.groups[number], TOOLS_FAILED)
         self.windows.add(engine, batch, place)
         self._roles.engines.share_history(engine, reference)
         group = self.ledger.move(number, "finished")
@@ -187,7 +199,11 @@ class Producer:
         told = {"tokens": sum(lengths), "versions": str(group.rollouts[-1].versions)}
         told["prompt_tokens"] = len(group.rollouts[-1].prompt_token_ids)
         self._event("finished", number, engine=engine, prompt=group.prompt.id, lengths=lengths, **told)
-        self._scoring.add(group)
+        if self._roles.engines.tools is None:
+            self._scoring.add(group)
+        else:
+            group.scorer_began_at = group.finished_at
+            self._scored(group, batch.rewards)
         self._dispatch()
 
     def _engine_died(self, engine: int, number: int, failure: RunFailure) -> None:

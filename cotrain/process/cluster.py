@@ -155,17 +155,17 @@ class Cluster:
         """Id of the node that the controller runs on."""
         return self._ray.get_runtime_context().get_node_id()
 
-    def start(self, actor_class: type, role: str, environment: dict[str, str], **options: Any) -> Any:
-        """Start the actor actor_class(log_file); its process writes into logs/ROLE.log.
+    def start(self, actor_class: type, role: str, environment: dict[str, str], *args: Any, **options: Any) -> Any:
+        """Start the actor actor_class(log_file, *args); its process writes into logs/ROLE.log. options: Ray's.
 
-        It is never restarted and no call is repeated, which are Ray's defaults, since a training step must not be made twice.
+        By default it is never restarted and no call is repeated, since a training step must not be made twice.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         log_file, index = str((self._logs / f"{role}.log").resolve()), [*self.node_of].index(role)
         options |= {"num_gpus": self._group.bundle_specs[index].get("GPU", 0), "runtime_env": {"env_vars": environment}}
         place = PlacementGroupSchedulingStrategy(self._group, index)
-        return self._start(actor_class, (log_file,), log_file, scheduling_strategy=place, **options)
+        return self._start(actor_class, (log_file, *args), log_file, scheduling_strategy=place, **options)
 
     def start_agent(self, agent_class: type, node: str, *args: Any, **options: Any) -> Any:
         """Start the actor agent_class(*args) on a node. options: Ray's."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import EnvironmentTask, RunConfig
 from cotrain.process.failures import RunFailure
 
 PLACEMENT_SECONDS = 60.0
@@ -18,6 +18,7 @@ def roles_of(config: RunConfig) -> list[str]:
         "policy": config.policy.num_processes,
         "drafter": config.drafter is not None,
         "rewards": config.task.num_scorers,
+        "environments": config.task.num_environments if isinstance(config.task, EnvironmentTask) else 0,
         "validation": config.validation is not None,
     }
     for role, number in numbers.items():

@@ -5,20 +5,24 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from cotrain.config.schema import DatasetTask, ReasoningGymTask
+from cotrain.config.schema import DatasetTask, EnvironmentTask, ReasoningGymTask
 from cotrain.records import Prompt
 from cotrain.tasks.datasets import read_prompts
+from cotrain.tasks.environments import EnvironmentPrompts
 from cotrain.tasks.prompts import load_tokenizer, plain_answer
 from cotrain.tasks.reasoning import NUM_CHECKED, ReasoningGymProblems
 from cotrain.tasks.rewards import load_reward
 
-Task = ReasoningGymProblems | list[Prompt]
+Task = ReasoningGymProblems | EnvironmentPrompts | list[Prompt]
 """A fixed sequence of prompts, which are the same at every call and in every process."""
 
 
 @lru_cache(maxsize=2)
 def build_task(
-    config: ReasoningGymTask | DatasetTask, seed: int, model: Path | None = None, max_prompt_tokens: int = 0
+    config: ReasoningGymTask | DatasetTask | EnvironmentTask,
+    seed: int,
+    model: Path | None = None,
+    max_prompt_tokens: int = 0,
 ) -> Task:
     """Build the task of the [task] table. It is cached, so that the check of a run and its start build it once.
 
@@ -28,18 +32,23 @@ def build_task(
     tokenizer = None if model is None else load_tokenizer(model)
     if isinstance(config, ReasoningGymTask):
         return ReasoningGymProblems(config, seed, tokenizer, max_prompt_tokens)
+    if isinstance(config, EnvironmentTask):
+        return EnvironmentPrompts(config, seed, tokenizer, max_prompt_tokens)
     return read_prompts(config, tokenizer, max_prompt_tokens)
 
 
 def fingerprint(task: Task) -> str:
     """Return a digest of all prompts and answers, or for generated problems of the first ones."""
-    count = min(NUM_CHECKED, len(task)) if isinstance(task, ReasoningGymProblems) else len(task)
+    count = len(task) if isinstance(task, list) else min(NUM_CHECKED, len(task))
     prompts = [(prompt.id, prompt.messages, plain_answer(prompt)) for prompt in map(task.__getitem__, range(count))]
     return hashlib.blake2b(repr((len(task), prompts)).encode(), digest_size=16).hexdigest()
 
 
-def build_score(config: ReasoningGymTask | DatasetTask, seed: int) -> Callable[[Prompt, list[str]], list[float]]:
+def build_score(
+    config: ReasoningGymTask | DatasetTask | EnvironmentTask, seed: int
+) -> Callable[[Prompt, list[str]], list[float]]:
     """Return the function that scores all responses to a prompt of the task. Raises ValueError naming task.reward."""
+    assert not isinstance(config, EnvironmentTask), "environments compute their own rewards"
     if isinstance(config, ReasoningGymTask):
         verify = ReasoningGymProblems(config, seed).score
         return lambda prompt, responses: [verify(prompt, response) for response in responses]

@@ -30,7 +30,7 @@ def read_prompts(config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: 
     """
     from datasets import Value
 
-    rows = load_rows(config)
+    rows = load_rows(config.path, config.split)
     column = _prompt_column(config, rows.column_names)
     answer_column = _answer_column(config, column, rows.column_names)
     if answer_column and getattr(rows.features[answer_column], "dtype", "") == "float32":
@@ -65,27 +65,27 @@ def read_prompts(config: DatasetTask, tokenizer: Any = None, max_prompt_tokens: 
     return prompts
 
 
-def load_rows(config: DatasetTask) -> Any:
+def load_rows(source: str, split: str) -> Any:
     """Read the rows as a datasets.Dataset. Raises ValueError naming the field to correct."""
     import datasets
 
-    path = Path(config.path).expanduser()
-    if is_file_or_folder(config.path) and not path.exists():
-        raise ValueError(f"task.path: no file or folder '{config.path}' in {Path.cwd()}")
+    path = Path(source).expanduser()
+    if is_file_or_folder(source) and not path.exists():
+        raise ValueError(f"task.path: no file or folder '{source}' in {Path.cwd()}")
     if path.is_file() and path.suffix not in FILE_TYPES:
-        raise ValueError(f"task.path: {config.path} must end in {', '.join(FILE_TYPES)}")
+        raise ValueError(f"task.path: {source} must end in {', '.join(FILE_TYPES)}")
     datasets.disable_progress_bars()
     try:
         if (path / "dataset_info.json").is_file():
             return datasets.load_from_disk(str(path))
         if path.is_file():
-            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=config.split)
+            return datasets.load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=split)
         if path.is_dir():
-            return datasets.load_dataset(str(path), split=config.split)
-        owner, name, *configuration = config.path.split("/")
-        return datasets.load_dataset(f"{owner}/{name}", *configuration, split=config.split)
+            return datasets.load_dataset(str(path), split=split)
+        owner, name, *configuration = source.split("/")
+        return datasets.load_dataset(f"{owner}/{name}", *configuration, split=split)
     except Exception as error:  # datasets, pyarrow and the hub each raise types of their own
-        what = f"task.path or task.split: cannot read {config.path}: {error.__cause__ or error}"
+        what = f"task.path or task.split: cannot read {source}: {error.__cause__ or error}"
         fix = "Give a json, jsonl or parquet file, a folder of them, or a hub id that the network reaches"
         raise ValueError(f"{what}. {fix}") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from cotrain.actors.drafter import start_drafter
 from cotrain.actors.engines import HISTORY, RolloutEngines
+from cotrain.actors.environments import start_environments
 from cotrain.actors.policy import start_policy
 from cotrain.actors.rewards import Rewards, start_scorers
 from cotrain.config.schema import AUTO, RunConfig
@@ -70,6 +71,7 @@ def start_roles(
         serving = drafter.call(DrafterTrainer.serving)
         # Written again on a resume too, because a run that was killed may have left half of it.
         drafter.call(DrafterTrainer.save_checkpoint, run_dir.drafter(versions.drafter), versions.drafter)
+    engines.tools = start_environments(cluster, nodes, config)
     loading = engines.start(serving, state.step, run_dir.drafter(versions.drafter))
     policy = start_policy(cluster, nodes, config)
     engines.receive_from(policy)

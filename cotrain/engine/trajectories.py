@@ -1,0 +1,210 @@
+"""Rollouts of several turns with tools, on one engine: token in, token out.
+
+A trajectory is one growing list of token ids. A turn sends all of it and appends what was sampled; what the tools answer is encoded alone
+and appended too. All turns have one request name, so that the prefix cache serves earlier turns, and the tap's rows grow with them.
+"""
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cotrain.acceptance_stats import counts_of
+from cotrain.engine.arguments import EngineSpec
+from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.processes import death_in_words
+from cotrain.engine.worker import EngineWorker
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Segment, Turn, derived_seed
+
+TRIES = 2  # how often a trajectory is begun whose tools fail
+
+
+class Tools(NamedTuple):
+    """The processes of the environments, and the limits of a trajectory; rollout.max_new_tokens is that of all its tokens."""
+
+    environments: list[Any]  # actors, see EnvironmentActor
+    max_turns: int
+    max_turn_tokens: int
+    step_timeout_s: float
+
+
+class ToolFailed(Exception):
+    """An environment has raised, has not answered in time, or has lost its process."""
+
+
+@dataclass
+class Trajectory:
+    """What a trajectory has so far."""
+
+    request: RolloutRequest
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    parts: list[Turn] = field(default_factory=list)
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+    def turn(self, turn: int) -> RolloutRequest:
+        """Return the request of the turn of this number, counted from 0."""
+        first, seed = self.request, self.request.seed
+        seed = derived_seed(seed, turn) if turn and seed is not None else seed
+        return RolloutRequest(first.prompt_id, first.sample_index, first.prompt_token_ids + self.token_ids, seed)
+
+    def append(self, made: Rollout) -> None:
+        """Append a turn that was generated."""
+        start = len(self.token_ids)
+        self.parts.append(Turn(start, start + len(made.token_ids), len(made.verification_steps)))
+        for versions, _, end in made.segments:
+            before = self.segments[-1].end if self.segments else 0
+            if self.segments and self.segments[-1].versions == versions:
+                before = self.segments.pop().start
+            self.segments.append(Segment(versions, before, start + end))
+        self.token_ids += made.token_ids
+        self.log_probs += made.log_probs
+        self.steps += made.verification_steps
+        self.texts.append(made.text)
+
+    def observe(self, token_ids: list[int]) -> None:
+        """Append what the tools answered."""
+        self.token_ids += token_ids
+        self.log_probs += [0.0] * len(token_ids)
+
+    def rollout(self) -> Rollout:
+        *earlier, last = self.segments
+        return Rollout(
+            prompt_id=self.request.prompt_id,
+            sample_index=self.request.sample_index,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            text="\n".join(self.texts),
+            finish_reason=self.finish_reason,
+            versions=last.versions,
+            verification_steps=tuple(self.steps),
+            earlier=tuple(earlier),
+            parts=tuple(self.parts),
+        )
+
+
+class TrajectoryEngine(RolloutEngine):
+    """A rollout engine whose responses may have several turns."""
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        self._whole: tuple[int, set[str]] = (
+            -1,
+            set(),
+        )  # a policy version, and the prompts that a tapped request has computed with it
+
+    async def play(self, requests: list[RolloutRequest], tap: float, row: dict[str, Any], tools: Tools) -> RolloutBatch:
+        """Let the policy and the environment of this row take turns, once for each request. Returns the trajectories with their rewards.
+
+        One whose environment fails is begun again, TRIES times in all, and then left out; RolloutBatch.failures has the reasons.
+        """
+        self._batches += 1
+        started, named = time.perf_counter(), {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
+        failures, tapped = list[str](), await self._start_tapping(named, tap, {})
+        async with death_in_words(self._engine):
+            tries = (
+                self._tried(name, request, name in tapped, row, tools, failures) for name, request in named.items()
+            )
+            played = dict(zip(named, await asyncio.gather(*tries), strict=True))
+        whole = {name: made for name, made in played.items() if made is not None}
+        lost = [name for name in tapped if name not in whole or whole[name][2]]
+        if lost:
+            await self.on_workers(EngineWorker.stop_tapping, lost)
+        rollouts = {name: rollout for name, (rollout, _, _) in whole.items()}
+        features, stats = await self._take_features(
+            {n: r for n, r in rollouts.items() if n in tapped and n not in lost}
+        )
+        self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
+        return RolloutBatch(
+            rollouts=list(rollouts.values()),
+            features=features,
+            seconds=time.perf_counter() - started,
+            num_generated_tokens=sum(rollout.num_generated for rollout in rollouts.values()),
+            feature_stats=stats,
+            speculation=counts_of(rollouts.values()),
+            rewards=[reward for _, reward, _ in whole.values()],
+            failures=tuple(failures),
+        )
+
+    async def _tried(
+        self, name: str, request: RolloutRequest, taps: bool, row: dict[str, Any], tools: Tools, failures: list[str]
+    ) -> tuple[Rollout, float, bool] | None:
+        """Return a trajectory, its reward, and whether it was begun again, in which case the tap has rows of both."""
+        for attempt in range(TRIES):
+            environment = tools.environments[(request.sample_index + attempt) % len(tools.environments)]
+            own = f"{os.getpid()}-{name}-{attempt}"
+            try:
+                trajectory = await self._trajectory(
+                    own if attempt else name, own, request, taps, row, tools, environment
+                )
+                reward = await self._answer(environment.reward.remote(own), tools.step_timeout_s)
+            except ToolFailed as failure:
+                environment.forget.remote(own)
+                failures.append(str(failure))
+                continue
+            rollout = trajectory.rollout()
+            await self.add_history([rollout])
+            return rollout, reward, attempt > 0
+        return None
+
+    async def _trajectory(
+        self,
+        name: str,
+        own: str,
+        request: RolloutRequest,
+        taps: bool,
+        row: dict[str, Any],
+        tools: Tools,
+        environment: Any,
+    ) -> Trajectory:
+        """Play to the end. name: of the requests. own: of the environment."""
+        most, trajectory, versions = self.spec.rollout.max_new_tokens, Trajectory(request), -1
+        await self._answer(environment.begin.remote(own, row), tools.step_timeout_s)
+        for number in range(tools.max_turns):
+            one, policy = trajectory.turn(number), self.versions.policy
+            # Rows of other weights are holes, and what others have put into the cache fills none of this trajectory's.
+            moved, versions = number > 0 and policy != versions, policy
+            whole = taps and (self._is_first(request.prompt_id, policy) or moved)
+            room = min(tools.max_turn_tokens, most - len(trajectory.token_ids))
+            options = {"max_tokens": room} | ({"skip_reading_prefix_cache": True} if whole else {})
+            prompt = {"prompt_token_ids": one.prompt_token_ids}
+            queue = await self._engine.add_request(name, prompt, self._sampling(one, options))
+            made = self._rollout(one, await queue.get())
+            trajectory.append(made)
+            if made.finish_reason == "length":
+                trajectory.finish_reason = "length"
+                return trajectory
+            observed = await self._answer(environment.step.remote(own, made.text), tools.step_timeout_s)
+            if observed is None:
+                return trajectory
+            if number + 1 == tools.max_turns or len(trajectory.token_ids) + len(observed) >= most:
+                break
+            trajectory.observe(observed)
+        trajectory.finish_reason = "length"
+        return trajectory
+
+    def _is_first(self, prompt_id: str, policy_version: int) -> bool:
+        """Whether this is the first tapped request of a prompt under this policy."""
+        if self._whole[0] != policy_version:
+            self._whole = policy_version, set()
+        is_first = prompt_id not in self._whole[1]
+        self._whole[1].add(prompt_id)
+        return is_first
+
+    async def _answer(self, reference: Any, seconds: float) -> Any:
+        """Return what an environment answers. Raises ToolFailed."""
+        import ray
+
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
+        except TimeoutError:
+            raise ToolFailed(f"no answer in {seconds:g} s") from None
+        except ray.exceptions.RayTaskError as error:
+            raise ToolFailed(f"{type(error.cause).__name__}: {error.cause}") from error
+        except ray.exceptions.RayError as error:
+            raise ToolFailed("its process has died") from error
