@@ -23,23 +23,26 @@ class Calculator:
         self._messages = [{"role": "system", "content": RULES}, *self._example(*shown)]
         self._messages.append({"role": "user", "content": self._question(*asked)})
         self._answer, self._last = asked[0] * asked[1] + asked[2], ""
+        self._results: list[int] = []
 
     def messages(self) -> list[dict[str, str]]:
         """Return the chat that the trajectory begins with."""
         return self._messages
 
     def step(self, text: str) -> str | None:
-        """Answer a call, or end the trajectory."""
+        """Answer a call, or end the trajectory. What is wrong with a call is an answer too."""
         self._last = text
         if (call := CALL.fullmatch(text)) is None:
-            return None
+            return "error: one step at a time, such as calc(12*34)" if text.strip().startswith("calc(") else None
         a, b = int(call[1]), int(call[3])
-        return f"= {a * b if call[2] == '*' else a + b}"
+        self._results.append(a * b if call[2] == "*" else a + b)
+        return f"= {self._results[-1]}"
 
     def reward(self) -> float:
-        """Return 1 for the right number in the last turn."""
-        right = self._last.strip().removesuffix(".") == str(self._answer)
-        return 1.0 if right else 0.0
+        """Return 1 if the policy said the right number at the end, and half of it if it got that far with the calculator alone."""
+        if self._last.strip().removesuffix(".") == str(self._answer):
+            return 1.0
+        return 0.5 * (self._answer in self._results)
 
     @staticmethod
     def _question(a: int, b: int, c: int) -> str:

@@ -1,0 +1,55 @@
+"""A run whose trajectories have several turns, and tools that break, with a real engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.runs import metrics_of, train
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = (
+    "configs/smoke.toml", "steps=3", "rollout.synchronous_batches=false", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=96",
+    "task=none", "task.type=environment", "task.factory=tests.engine.talkative:Talkative", "task.max_turn_tokens=16", "lossless.every=1",
+    "rollout.draft_sample_method=probabilistic", "rollout.temperature=1.0", "lossless.max_share=1",
+)  # fmt: skip
+
+
+def events(root: Path, name: str, event: str) -> list[dict]:
+    rows = [json.loads(line) for line in (root / name / "stream.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == event]
+
+
+def test_turns_are_trained_on_and_the_engine_and_the_learner_agree_on_all_of_them(tmp_path: Path) -> None:
+    printed = train(tmp_path, *SETTINGS, "name=turns")
+    assert "greedy output with and without speculation" in printed and "DIFFERS" not in printed
+    rows = metrics_of(tmp_path, "turns")
+    assert [row["stream/failed_trajectories"] for row in rows] == [0, 0, 0]
+    for row in rows:
+        assert row["policy/rollout_log_prob_gap"] < 1e-4 if row is rows[0] else True
+        assert row["rollout/feature_holes"] == 0 and row["rollout/tapped_rollouts"] == 16
+        assert row["rollout/response_length"] > 3, "three turns of one token or more"
+    assert rows[-1]["rollout/acceptance_length"] > 1 and rows[0]["lossless/passed"] == 1
+    finished = events(tmp_path, "turns", "finished")
+    assert all(length > 20 for event in finished for length in event["lengths"]), "what the tools said is in it"
+    with (tmp_path / "turns" / "samples" / "step_000001.jsonl").open() as samples:
+        assert all(json.loads(line)["response"].count("\n") >= 2 for line in samples), (
+            "the turns are written one below the other"
+        )
+
+
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_tools_that_break_cost_their_own_trajectories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("BREAK", how)
+    train(tmp_path, *SETTINGS, "name=broken", "steps=1", "task.step_timeout_s=20")
+    failed = events(tmp_path, "broken", "trajectory failed")
+    [row] = metrics_of(tmp_path, "broken")
+    assert row["stream/failed_trajectories"] == len(failed) > 0
+    reasons = {event["reason"] for event in failed}
+    assert all(
+        reason.startswith(("RuntimeError: the tool is broken", "its process has died", "KeyError"))
+        for reason in reasons
+    )
