@@ -47,7 +47,7 @@ def test_rows_of_a_file_are_the_arguments(tmp_path):
     ],
 )
 def test_a_factory_that_cannot_be_used_is_named(factory, message):
-    with pytest.raises(ValueError, match="task.factory") as error:
+    with pytest.raises(ValueError, match=r"task\.factory") as error:
         _ = build_task(task(factory=factory), 0)[0]
     assert message in str(error.value)
 
@@ -63,12 +63,22 @@ def test_a_turn_is_appended_as_the_template_would_have_written_it(path):
         assert "chat_template.jinja" in str(error)
         return
     asked = [{"role": "user", "content": "Where?"}]
-    answered = [*asked, {"role": "assistant", "content": "look(7)"}]
+    prompt, thought = tokenizer.decode(apply_template(tokenizer, asked)), "<think>\nhm\n</think>\n\n"
+    sampled = "look(7)" if prompt.endswith("</think>\n\n") else thought.removeprefix(begun_by(prompt)) + "look(7)"
+    said = [
+        {"role": "assistant", "content": begun_by(prompt) + sampled},
+        {"role": "assistant", "content": "look(7)", "reasoning_content": "hm"},  # templates read thoughts in one of two ways
+    ]
     for role in ("tool", "user"):
         try:
-            whole = apply_template(tokenizer, [*answered, {"role": role, "content": "in Bergen"}])
+            whole = [apply_template(tokenizer, [*asked, one, {"role": role, "content": "in Bergen"}]) for one in said]
         except Exception:  # it refuses the role
             continue
-        before = tokenizer.decode(apply_template(tokenizer, asked)) + "look(7)" + tokenizer.eos_token
-        assert before + tokenizer.decode(template.observation("in Bergen")) == tokenizer.decode(whole)
+        appended = prompt + sampled + tokenizer.eos_token + tokenizer.decode(template.observation("in Bergen"))
+        assert appended in map(tokenizer.decode, whole)
         return
+
+
+def begun_by(prompt: str) -> str:
+    """Return the beginning of a thought that a template writes for the policy."""
+    return "<think>\n" if prompt.endswith("<think>\n") else ""
