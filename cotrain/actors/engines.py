@@ -9,7 +9,8 @@ from cotrain.actors.policy import Policy
 from cotrain.actors.replicas import Method, Replicas, Watch
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
-from cotrain.engine.trajectories import Tools, TrajectoryEngine
+from cotrain.engine.tools import Tools
+from cotrain.engine.trajectories import TrajectoryEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import P, Reply, T
 from cotrain.process.cluster import Cluster

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cotrain.config.schema import EnvironmentTask, RunConfig
-from cotrain.engine.trajectories import Tools
+from cotrain.engine.tools import Tools
 from cotrain.process.children import Actor
 from cotrain.process.cluster import Cluster
 from cotrain.process.placement import roles_of

@@ -8,29 +8,17 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from cotrain.acceptance_stats import counts_of
 from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.processes import death_in_words
+from cotrain.engine.tools import ToolFailed, Tools, TrajectoryTools
 from cotrain.engine.worker import EngineWorker
 from cotrain.records import Rollout, RolloutBatch, RolloutRequest, Segment, Turn, derived_seed
 
 TRIES = 2  # how often a trajectory is begun whose tools fail
-
-
-class Tools(NamedTuple):
-    """The processes of the environments, and the limits of a trajectory; rollout.max_new_tokens is that of all its tokens."""
-
-    environments: list[Any]  # actors, see EnvironmentActor
-    max_turns: int
-    max_turn_tokens: int
-    step_timeout_s: float
-
-
-class ToolFailed(Exception):
-    """An environment has raised, has not answered in time, or has lost its process."""
 
 
 @dataclass
@@ -93,10 +81,8 @@ class TrajectoryEngine(RolloutEngine):
 
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
-        self._whole: tuple[int, set[str]] = (
-            -1,
-            set(),
-        )  # a policy version, and the prompts that a tapped request has computed with it
+        self._whole: tuple[int, set[str]] = -1, set()
+        """A policy version, and the prompts that a tapped request has computed with it."""
 
     async def play(self, requests: list[RolloutRequest], tap: float, row: dict[str, Any], tools: Tools) -> RolloutBatch:
         """Let the policy and the environment of this row take turns, once for each request. Returns the trajectories with their rewards.
@@ -136,15 +122,13 @@ class TrajectoryEngine(RolloutEngine):
     ) -> tuple[Rollout, float, bool] | None:
         """Return a trajectory, its reward, and whether it was begun again, in which case the tap has rows of both."""
         for attempt in range(TRIES):
-            environment = tools.environments[(request.sample_index + attempt) % len(tools.environments)]
             own = f"{os.getpid()}-{name}-{attempt}"
+            environment = tools.of(own, request.sample_index + attempt)
             try:
-                trajectory = await self._trajectory(
-                    own if attempt else name, own, request, taps, row, tools, environment
-                )
-                reward = await self._answer(environment.reward.remote(own), tools.step_timeout_s)
+                trajectory = await self._trajectory(own if attempt else name, request, taps, row, tools, environment)
+                reward = await environment.reward()
             except ToolFailed as failure:
-                environment.forget.remote(own)
+                environment.forget()
                 failures.append(str(failure))
                 continue
             rollout = trajectory.rollout()
@@ -153,18 +137,12 @@ class TrajectoryEngine(RolloutEngine):
         return None
 
     async def _trajectory(
-        self,
-        name: str,
-        own: str,
-        request: RolloutRequest,
-        taps: bool,
-        row: dict[str, Any],
-        tools: Tools,
-        environment: Any,
-    ) -> Trajectory:
-        """Play to the end. name: of the requests. own: of the environment."""
+        self, name: str, request: RolloutRequest, taps: bool, row: dict[str, Any], tools: Tools,
+        environment: TrajectoryTools,
+    ) -> Trajectory:  # fmt: skip
+        """Play to the end. name: of the requests of all turns."""
         most, trajectory, versions = self.spec.rollout.max_new_tokens, Trajectory(request), -1
-        await self._answer(environment.begin.remote(own, row), tools.step_timeout_s)
+        await environment.begin(row)
         for number in range(tools.max_turns):
             one, policy = trajectory.turn(number), self.versions.policy
             # Rows of other weights are holes, and what others have put into the cache fills none of this trajectory's.
@@ -179,7 +157,7 @@ class TrajectoryEngine(RolloutEngine):
             if made.finish_reason == "length":
                 trajectory.finish_reason = "length"
                 return trajectory
-            observed = await self._answer(environment.step.remote(own, made.text), tools.step_timeout_s)
+            observed = await environment.step(made.text)
             if observed is None:
                 return trajectory
             if number + 1 == tools.max_turns or len(trajectory.token_ids) + len(observed) >= most:
@@ -195,16 +173,3 @@ class TrajectoryEngine(RolloutEngine):
         is_first = prompt_id not in self._whole[1]
         self._whole[1].add(prompt_id)
         return is_first
-
-    async def _answer(self, reference: Any, seconds: float) -> Any:
-        """Return what an environment answers. Raises ToolFailed."""
-        import ray
-
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
-        except TimeoutError:
-            raise ToolFailed(f"no answer in {seconds:g} s") from None
-        except ray.exceptions.RayTaskError as error:
-            raise ToolFailed(f"{type(error.cause).__name__}: {error.cause}") from error
-        except ray.exceptions.RayError as error:
-            raise ToolFailed("its process has died") from error
