@@ -5,11 +5,13 @@ written by absolute position, so the row of a rejected draft token is overwritte
 
 The rows of a prompt are kept once for all requests with that prompt, because they depend only on its tokens and on the policy. A
 request whose prompt was in the prefix cache computes no rows for it, and uses those that another request computed. Rows that no
-tapped request computed stay holes, which `take` masks. To avoid them, the engine has one request of each prompt compute it whole.
+tapped request computed stay holes, which `take` masks. To avoid them, the engine has one request of each prompt compute it whole,
+and `share` copies rows between requests whose turns were the same.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import permutations
 
 import numpy as np
 import torch
@@ -45,6 +47,15 @@ class _Recording:
             column += part.shape[1]
         self.versions[first : first + num] = version
         return grown
+
+    def has(self, token_ids: np.ndarray, version: int, rows: slice) -> np.ndarray:
+        """Whether each of these rows [n] is that of the text's token [T], computed by this policy version."""
+        return (self.token_ids[rows] == token_ids[rows]) & (self.versions[rows] == version)
+
+    def copy(self, other: "_Recording", rows: slice | np.ndarray) -> None:
+        """Copy rows of another recording."""
+        self.hidden[rows] = other.hidden[rows]
+        self.token_ids[rows], self.versions[rows] = other.token_ids[rows], other.versions[rows]
 
 
 def as_bytes(hidden: Tensor) -> np.ndarray:
@@ -121,6 +132,22 @@ class FeatureTap:
             del self._prompts[request.prompt]
         return request, prompt, response
 
+    def share(self, texts: Mapping[str, tuple[np.ndarray, int]]) -> None:
+        """Copy rows between finished requests with the same prompt, as far as their texts are the same: so are their rows.
+
+        A turn finds in the prefix cache what a request computed that said the same and got the same answer, and has no rows of its own
+        there. texts: token ids [T] and policy version of each request.
+        """
+        known = {name: recording for name in texts if (recording := self._responses.get(name)) is not None}
+        for (name, own), (other, source) in permutations(known.items(), 2):
+            (text, version), first = texts[name], self.requests[name].prompt_length
+            length = min(len(text), len(texts[other][0]))
+            differs = np.flatnonzero(text[:length] != texts[other][0][:length])
+            common = slice(first, differs[0] if len(differs) else length)
+            if self.requests[name].prompt == self.requests[other].prompt:
+                holes = ~own.has(text, version, common) & source.has(text, version, common)
+                own.copy(source, first + np.flatnonzero(holes))
+
     def take(self, name: str, token_ids: Tensor, policy_version: int) -> tuple[Tensor, Tensor] | None:
         """Return (hidden [T, A*H + H], mask [T]) of a finished request and forget it, or None if nothing of it was tapped.
 
@@ -132,10 +159,8 @@ class FeatureTap:
         (request, _, response), num = forgotten, len(token_ids)
         if response is None:
             response = _Recording(num, prompt.hidden.shape[1] * prompt.hidden.itemsize, prompt.hidden.dtype)
-        rows = slice(request.prompt_length)  # copied, because other requests may share them
-        response.hidden[rows] = prompt.hidden[rows]
-        response.token_ids[rows], response.versions[rows] = prompt.token_ids[rows], prompt.versions[rows]
-        mask = (response.token_ids[:num] == token_ids.numpy()) & (response.versions[:num] == policy_version)
+        response.copy(prompt, slice(request.prompt_length))  # because other requests may share them
+        mask = response.has(token_ids.numpy(), policy_version, slice(num))
         mask[-1] = False  # the last token was sampled but never fed back: it has no hidden state
         hidden = response.hidden[:num]
         hidden[np.flatnonzero(~mask)] = 0

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from cotrain.engine.hooks import DraftingHook, sample_plainly_without_drafts
@@ -148,6 +149,7 @@ class EngineWorker:
 
         def take() -> list[FeatureRecord]:
             stats["num_dropped"], hook.tap.dropped = hook.tap.dropped, 0
+            hook.tap.share({name: (np.array(of[0]), of[3]) for name, of in rollouts.items() if of[6]})
             taken = (hook.take(n, *of[:4], *common, of[4], of[5], of[6]) for n, of in rollouts.items())
             return [record for record in taken if record is not None]
 

@@ -1,5 +1,7 @@
 """The tap's store without an engine: what is kept by absolute position, what is shared, what becomes a hole."""
 
+import numpy as np
+import pytest
 import torch
 
 from cotrain.engine.tap import FeatureTap, as_bytes
@@ -227,3 +229,32 @@ def test_a_shared_prompt_does_not_change_when_one_of_its_requests_is_taken():
     taken = take(tap, 10, "b")
     assert kept(taken) == [0, 1, *range(4, 9)], "two rows of the prompt are the new policy's"
     assert torch.equal(taken[0][:2], hidden_at(torch.arange(2)))
+
+
+def test_siblings_whose_turns_were_the_same_share_their_rows():
+    """b found rows 4 to 8 in the prefix cache, where a, which went on otherwise after row 8, had computed them."""
+    tap = tap_of(one(), one())
+    record(tap, 0, 9, "a")
+    record(tap, 9, 12, "a", token_shift=1)
+    record(tap, 9, 12, "b")
+    of_a = np.array([token_at(p) + (p >= 9) for p in range(13)])
+    of_b = np.array([token_at(p) for p in range(13)])
+    tap.share({"a": (of_a, 0), "b": (of_b, 0)})
+    taken = take(tap, 13, "b")
+    assert kept(taken) == [*range(12)]
+    torch.testing.assert_close(taken[0][:12], hidden_at(torch.arange(12)))
+
+
+@pytest.mark.parametrize("what", ["another prompt", "another version", "another token"])
+def test_rows_that_may_differ_are_not_shared(what):
+    tap = tap_of(one(), one(prompt="second" if what == "another prompt" else "first"))
+    record(tap, 0, 9, "a", token_shift=what == "another token")
+    record(tap, 0, 4, "b")
+    record(tap, 9, 12, "b")
+    text = np.array([token_at(p) for p in range(13)])
+    tap.policy_version = 1 if what == "another version" else 0
+    if what == "another version":
+        record(tap, 0, 4, "b")
+        record(tap, 9, 12, "b")
+    tap.share({"a": (text, 0), "b": (text, tap.policy_version)})
+    assert kept(take(tap, 13, "b", tap.policy_version)) == [0, 1, 2, 3, 9, 10, 11]

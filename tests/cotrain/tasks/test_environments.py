@@ -67,7 +67,11 @@ def test_a_turn_is_appended_as_the_template_would_have_written_it(path):
     sampled = "look(7)" if prompt.endswith("</think>\n\n") else thought.removeprefix(begun_by(prompt)) + "look(7)"
     said = [
         {"role": "assistant", "content": begun_by(prompt) + sampled},
-        {"role": "assistant", "content": "look(7)", "reasoning_content": "hm"},  # templates read thoughts in one of two ways
+        {
+            "role": "assistant",
+            "content": "look(7)",
+            "reasoning_content": "hm",
+        },  # templates read thoughts in one of two ways
     ]
     for role in ("tool", "user"):
         try:
