@@ -2,9 +2,10 @@
 
 import math
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,13 @@ def leading_up_to(step: Sequence[Rows], waiting: Sequence[Rows]) -> list[Rows]:
     return found
 
 
+def between_turns(unread: Sequence[Rows], trajectories: Collection[str], most: int) -> list[Rows]:
+    """Return the rows of these trajectories, which are in no step now, and of them the newest `most` at most."""
+    waiting = [rows for rows in unread if rows.request in trajectories]
+    left = [*accumulate(len(rows.hidden) for rows in reversed(waiting))]
+    return waiting[len(waiting) - bisect_right(left, most) :]
+
+
 def sample_plainly_without_drafts(sample: Callable[..., Any], logits: Any, drafts: Any) -> Any:
     """Let a step in which no request has draft tokens use the sampler of an engine that does not speculate.
 
@@ -84,6 +92,7 @@ class TapHook:
         self.ring = TapRing(self.tap, self._name_of)
         self._guard = guard or (lambda hook, *args, **options: hook(*args, **options))
         self.reads_prompts = False
+        self.trajectories = set[str]()  # names of requests that have further turns
         self.draft_length: int | None = None
         """Most draft tokens of a request after this step, set where the runner is not told; None takes vLLM's own number."""
         self._runner = model_runner
@@ -135,7 +144,7 @@ class DraftingHook(TapHook):
     means "speculation is off", and off has to cost nothing, so the pass is left out. With `reads_prompts`, speculation may
     come back in the middle of a request. Steps that compute prompts then keep the pass, and the rows of the other steps are
     put aside and read before the next pass, because few drafts are accepted from a drafter with gaps in what it attends to. They
-    are read before as well when no more would fit into one pass.
+    are read before as well when no more would fit into one pass. Between two turns a trajectory is in no step, and its rows wait.
     """
 
     def __init__(self, model_runner: Any, *options: Any):
@@ -211,6 +220,8 @@ class DraftingHook(TapHook):
         """
         drafter, step = self._runner.drafter, self._rows(attention, [hidden[:, :0]])
         number = {rows.request: i for i, rows in enumerate(step)}
+        self._unread = between_turns(unread, self.trajectories - number.keys(), drafter.max_num_tokens // 2)
+        self._num_unread = sum(len(rows.hidden) for rows in self._unread)
         if not (runs := leading_up_to(step, unread)):
             return
         blocks = attention.block_table_tensor[[number[run.request] for run in runs]]

@@ -92,6 +92,9 @@ class TrajectoryEngine(RolloutEngine):
         self._batches += 1
         started, named = time.perf_counter(), {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
         failures, tapped = list[str](), await self._start_tapping(named, tap, {})
+        drafts = self.spec.drafter_folder is not None
+        if drafts:
+            await self.on_workers(EngineWorker.begin_trajectories, list(named))
         async with death_in_words(self._engine):
             tries = (
                 self._tried(name, request, name in tapped, row, tools, failures) for name, request in named.items()
@@ -99,8 +102,8 @@ class TrajectoryEngine(RolloutEngine):
             played = dict(zip(named, await asyncio.gather(*tries), strict=True))
         whole = {name: made for name, made in played.items() if made is not None}
         lost = [name for name in tapped if name not in whole or whole[name][2]]
-        if lost:
-            await self.on_workers(EngineWorker.stop_tapping, lost)
+        if drafts:
+            await self.on_workers(EngineWorker.end_trajectories, list(named), lost)
         rollouts = {name: rollout for name, (rollout, _, _) in whole.items()}
         features, stats = await self._take_features(
             {n: r for n, r in rollouts.items() if n in tapped and n not in lost}

@@ -2,6 +2,7 @@
 
 import resource
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +128,15 @@ class EngineWorker:
         if self.worker.rank == 0:  # msgpack made lists
             self.hook.tap.start({name: TapRequest(*fields) for name, fields in requests.items()}, max_bytes)
 
-    def stop_tapping(self, names: list[str]) -> None:
-        """Forget what was recorded of these requests."""
-        if self.worker.rank == 0:
-            self.hook.tap.drop(names)
+    def begin_trajectories(self, names: list[str]) -> None:
+        """Expect further turns of these requests."""
+        self.hook.trajectories.update(names)
+
+    def end_trajectories(self, names: list[str], lost: list[str]) -> None:
+        """Expect no turn of these requests any more, and forget what the tap has of those that are lost."""
+        self.hook.trajectories.difference_update(names)
+        if self.worker.rank == 0 and lost:
+            self.hook.ring.beside(partial(self.hook.tap.drop, lost))
 
     def begin_features(
         self,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cotrain.engine.hooks import Rows, leading_up_to
+from cotrain.engine.hooks import Rows, between_turns, leading_up_to
 
 WIDTH = 3
 
@@ -41,3 +41,15 @@ def test_rows_behind_the_next_one_are_forgotten():
 def test_rows_that_do_not_continue_what_waits_begin_anew(gap_or_repeat):
     (a,) = leading_up_to([rows("a", gap_or_repeat + 1)], [rows("a", 10, 2), rows("a", gap_or_repeat)])
     assert (a.first_position, a.token_ids.tolist()) == (gap_or_repeat, [gap_or_repeat, gap_or_repeat + 1])
+
+
+def test_rows_wait_between_the_turns_of_a_trajectory_and_the_newest_are_kept():
+    unread = [rows("a", 10, 2), rows("b", 5), rows("a", 12, 3), rows("c", 7), rows("a", 15)]
+    assert between_turns(unread, {"a", "c"}, 100) == [unread[0], *unread[2:]]
+    assert between_turns(unread, {"a", "c"}, 5) == unread[2:]
+    assert between_turns(unread, {"a", "c"}, 4) == unread[3:]
+    assert between_turns(unread, set(), 100) == []
+    (a,) = leading_up_to(
+        [rows("a", 14, 3)], between_turns(unread, {"a"}, 100)
+    )  # the cache has the turn but for its last block
+    assert (a.first_position, a.token_ids.tolist()) == (10, [*range(10, 15)])
