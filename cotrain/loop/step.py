@@ -144,7 +144,7 @@ class StepResult:
         lags, num_engines, batch = config.stream.max_policy_lag > 0, config.rollout.num_engines, self.batch
         rollouts = [one.rollout for one in self.scored]
         row = lag_metrics(rollouts, self.served.policy) | rollout_metrics(rollouts, batch, num_engines)
-        row |= speculation_metrics(counts_of(rollouts)) if config.speculates else {}
+        row |= speculation_metrics(rollouts) if config.speculates else {}
         row["policy/reward"] = sum(one.reward for one in self.scored) / len(self.scored)
         row["policy/groups_with_signal"] = len({one.rollout.prompt_id for one in self.scored if one.advantage}) * 1.0
         for outcome in self.outcomes:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.acceptance_stats import acceptance_by_place, counts_of
 from cotrain.records import Rollout, RolloutBatch, SpeculationCounts
 
 
@@ -32,8 +33,14 @@ def rollout_metrics(rollouts: list[Rollout], window: RolloutBatch, num_engines: 
     return metrics
 
 
-def speculation_metrics(counts: SpeculationCounts) -> dict[str, float]:
-    """Return the drafting metrics of one step.
+def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the drafting metrics of one step: of all rollouts, and the acceptance of each turn and part of the context."""
+    places = acceptance_by_place(rollouts)
+    return drafting_metrics(counts_of(rollouts)) | {f"rollout/acceptance_{place}": n for place, n in places.items()}
+
+
+def drafting_metrics(counts: SpeculationCounts) -> dict[str, float]:
+    """Return the drafting metrics of some verification steps.
 
     Names and definitions are vLLM's: the rate of position i is the share of drafts that accepted draft token i.
     Acceptance is left out of a step that drafted nothing, because 1.00 would read as a drafter that fails, and so is that of

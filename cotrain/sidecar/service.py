@@ -18,7 +18,7 @@ from cotrain.publish.publisher import DRAFTER_FILE, Publisher, PublisherSpec
 from cotrain.run.checkpoint import new_checkpoint
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile, read_rows
-from cotrain.run.step_metrics import rollout_metrics, speculation_metrics
+from cotrain.run.step_metrics import drafting_metrics, rollout_metrics
 from cotrain.run.tracking import Tracker
 from cotrain.sidecar.intake import Engines, Intake
 from cotrain.sidecar.launch import CAUSES
@@ -158,7 +158,7 @@ class DrafterService:
         self._pending = (step, versions.drafter, outcome) if outcome.swap is not None else None
         events = outcome.events[:-1] if self._pending else outcome.events
         self._state = replace(self._state, step=step, seconds=self._state.seconds + seconds)
-        row = rollout_metrics(batch.rollouts, batch) | speculation_metrics(batch.speculation) | outcome.metrics
+        row = rollout_metrics(batch.rollouts, batch) | drafting_metrics(batch.speculation) | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
         counted = self._intake.left_out()
         row["sidecar/dropped"] = float(counted.total() - counted["finished"])

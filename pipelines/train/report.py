@@ -23,6 +23,7 @@ STAGES = {
     "checkpoint": "checkpoint",
 }
 DRAFTER, LONGEST = "drafter.model.type", "rollout.num_speculative_tokens"
+TURN, CONTEXT = "rollout/acceptance_turn_", "rollout/acceptance_context_"
 SERVED, SPEEDUP = "rollout/acceptance_length", "rollout/speedup_vs_no_speculation"
 MARKED = ("published", "kept back", "rolled back")
 """Decisions about the drafter that figures mark, after the step that the mark is at."""
@@ -155,6 +156,10 @@ def _speculation(run: RunRecord) -> Iterator[Section]:
     rates = {f"token {k}": run.column(f"rollout/acceptance_rate_pos_{k}") for k in range(1, 1 + run.settings[LONGEST])}
     text = "Share of verification steps that accepted all draft tokens up to this position."
     yield line_section("Acceptance by draft position", "accepted share", text, rates)
+    for title, prefix, what in (("turn", TURN, "turn"), ("context", CONTEXT, "tokens of context before it, at least")):
+        if len(lengths := _family(run, prefix)):
+            text = f"Tokens that a verification step emits, by {what}."
+            yield line_section(f"Acceptance by {title}", "acceptance length", text, lengths, floor="1: no gain")
     text = "Speed of decoding, by the measured times of engine steps. Prefilling of prompts is left out."
     yield line_section("Speedup, against no speculation", "times as fast", text, {"speed": run.column(SPEEDUP)})
     if DRAFTER in run.settings:
@@ -181,4 +186,8 @@ def _time(run: RunRecord) -> Iterator[Section]:
 
 def _family(run: RunRecord, prefix: str) -> dict[str, pd.Series]:
     """The metrics whose names begin with `prefix`, by the rest of the name."""
-    return {name.removeprefix(prefix): run.metrics[name] for name in sorted(run.metrics) if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): run.metrics[name]
+        for name in sorted(run.metrics, key=lambda name: (len(name), name))
+        if name.startswith(prefix)
+    }

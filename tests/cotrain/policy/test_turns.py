@@ -7,7 +7,7 @@ import pytest
 import torch
 from policy_cases import make_learner, token_log_probs
 
-from cotrain.acceptance_stats import counts_by_depth, counts_of, last_segments
+from cotrain.acceptance_stats import acceptance_by_place, counts_by_depth, counts_of, last_segments
 from cotrain.policy.batching import micro_batches
 from cotrain.records import Rollout, ScoredRollout, Segment, Turn, Versions
 
@@ -78,6 +78,16 @@ def test_a_step_deep_in_a_trajectory_counts_at_its_depth():
         "p", 0, [1], [5] * (6 + observed), [0.0] * (6 + observed), "", "stop", OLD, ((2, 1), (2, 1)), (), parts
     )
     assert counts_by_depth([rollout]) == [[0, 2, 1, 1], [32, 2, 1, 1]]
+
+
+def test_acceptance_is_told_by_turn_and_by_the_context_before_it():
+    """Two steps of the first turn accept 2 and 0 draft tokens, one of the second, behind 600 observed tokens, accepts 1."""
+    parts = (Turn(0, 5, 2), Turn(605, 608, 1))
+    rollout = Rollout("p", 0, [1] * 8, [5] * 608, [0.0] * 608, "", "stop", OLD, ((2, 2), (2, 0), (2, 1)), (), parts)
+    assert acceptance_by_place([rollout, rollout]) == {"turn_1": 2, "turn_2": 2, "context_0": 2, "context_512": 2}
+    steps = ((2, 2), (2, 0), (2, 0))
+    assert acceptance_by_place([replace(rollout, verification_steps=steps)])["turn_2"] == 1
+    assert acceptance_by_place(rollout.turns()[:1]) == {}
 
 
 def test_a_micro_batch_has_the_generated_tokens_alone():

@@ -4,7 +4,7 @@ import pytest
 
 from cotrain.records import SpeculationCounts
 from cotrain.run.rows import RowFile, read_rows
-from cotrain.run.step_metrics import speculation_metrics
+from cotrain.run.step_metrics import drafting_metrics
 from tests.speculation_counts import counts
 
 
@@ -46,9 +46,9 @@ def test_a_new_run_does_not_keep_rows(tmp_path):
     assert read_rows(tmp_path / "m") == []
 
 
-def test_speculation_metrics_by_hand():
+def test_drafting_metrics_by_hand():
     # 10 verification steps drafted 30 tokens; 8, 4 and 1 of them got as far as position 1, 2 and 3.
-    metrics = speculation_metrics(counts(10, 3, (8, 4, 1)))
+    metrics = drafting_metrics(counts(10, 3, (8, 4, 1)))
     assert metrics == pytest.approx(
         {
             "rollout/drafted_tokens": 30,
@@ -62,7 +62,7 @@ def test_speculation_metrics_by_hand():
 
 
 def test_no_acceptance_is_claimed_where_nothing_was_drafted():
-    assert speculation_metrics(SpeculationCounts()) == {
+    assert drafting_metrics(SpeculationCounts()) == {
         "rollout/drafted_tokens": 0,
         "rollout/num_drafts": 0,
     }
@@ -70,6 +70,6 @@ def test_no_acceptance_is_claimed_where_nothing_was_drafted():
 
 def test_no_rate_is_claimed_of_a_position_that_no_draft_was_long_enough_for():
     """Drafted and rejected is 0; never drafted is nothing."""
-    metrics = speculation_metrics(SpeculationCounts({(1, 0): 3, (1, 1): 3, (2, 1): 4}))
+    metrics = drafting_metrics(SpeculationCounts({(1, 0): 3, (1, 1): 3, (2, 1): 4}))
     rates = {name[-1]: rate for name, rate in metrics.items() if "rate_pos" in name}
     assert rates == {"1": 0.7, "2": 0.0}

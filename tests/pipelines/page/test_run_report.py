@@ -263,3 +263,21 @@ def test_lag_and_idle_shares_are_drawn(tmp_path: Path) -> None:
     assert drawn == {"lag 0": [1.0, 0.3], "lag 1": [0.0, 0.7]}
     assert {str(line.get_label()) for line in idle.axes[0].lines} == {"rollout_0", "policy"}
     assert found.keys() - plots(write_run(tmp_path / "synchronous", rows)).keys() == {"policy_lag"}
+
+
+def test_acceptance_of_turns_and_contexts_is_drawn(tmp_path: Path) -> None:
+    placed = {"rollout__acceptance_turn_1": 1.5, "rollout__acceptance_turn_2": 1.2}
+    placed |= {
+        "rollout__acceptance_context_0": 1.5,
+        "rollout__acceptance_context_512": 1.1,
+        "rollout__acceptance_context_8192": 1.0,
+    }
+    found = plots(write_run(tmp_path / "turns", [row(step, **placed) for step in (1, 2)]))
+    of = {
+        name: [str(line.get_label()) for line in section.figure.axes[0].lines]
+        for name, section in found.items()
+        if section.figure
+    }
+    assert {"1", "2"} <= {*of["acceptance_by_turn"]}
+    contexts = [label for label in of["acceptance_by_context"] if label.isdigit()]
+    assert contexts == ["0", "512", "8192"]
