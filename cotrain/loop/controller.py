@@ -189,7 +189,7 @@ class Controller:
             prompts={group.prompt.id: group.prompt for group in groups},
             batch=batch,
             engine_steps=engine_steps,
-            stream=stream,
+            stream=stream | self.producer.losses(),
             lossless=lossless,
             history=history,
             outcomes=outcomes,

@@ -50,10 +50,16 @@ class Producer:
 
     def __init__(self, config: RunConfig, roles: Roles, prompts: Prompts, events: RowFile, start: RunState):
         """start: where the run stands. Its stream is what `state` returned then; None for a new run."""
-        new: dict[str, Any] = {"groups": [], "lost": {}, "lost_features": 0, "lengths": {"logs": {}}}
+        new: dict[str, Any] = {
+            "groups": [],
+            "lost": {},
+            "lost_features": 0,
+            "failed_trajectories": 0,
+            "lengths": {"logs": {}},
+        }
         saved = new | (start.stream or {})
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
-        self.failed_trajectories = 0
+        self.failed_trajectories: int = saved["failed_trajectories"]
         self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, start.step)
@@ -105,13 +111,18 @@ class Producer:
             self._event("released", number)
 
     def metrics(self) -> dict[str, float]:
-        """The number of groups in each state, of groups lost, and of rollouts whose hidden states were lost."""
-        count, lost = self.ledger.count, self.ledger.lost
+        """The number of groups in each state."""
+        count = self.ledger.count
         return {
             "stream/groups_waiting": count("admitted"),
             "stream/groups_running": count("dispatched"),
             "stream/groups_finished": count("finished", "scored"),
-            "stream/lost_groups": lost.total(),
+        }
+
+    def losses(self) -> dict[str, float]:
+        """The number of groups and trajectories that were lost so far, and of rollouts whose hidden states were."""
+        return {
+            "stream/lost_groups": self.ledger.lost.total(),
             "stream/failed_trajectories": self.failed_trajectories,
             "drafter/lost_features": self.windows.lost_features,
         }
@@ -127,7 +138,8 @@ class Producer:
             for group in self.ledger.groups.values()
             if group.state == "scored"
         ]
-        lost = {"lost": dict(self.ledger.lost), "lost_features": self.windows.state()}
+        lost: dict[str, Any] = {"lost": dict(self.ledger.lost), "lost_features": self.windows.state()}
+        lost["failed_trajectories"] = self.failed_trajectories
         return {"groups": rows, "lengths": {"logs": self.lengths.logs}} | lost
 
     def _dispatch(self) -> None:

@@ -119,7 +119,7 @@ def write_samples(path: Path, rollouts: list[ScoredRollout], prompts: Mapping[st
             rollout = scored.rollout
             row = {
                 "prompt": tokenizer.decode(rollout.prompt_token_ids),
-                "response": rollout.text,
+                "response": tokenizer.decode(rollout.token_ids) if rollout.parts else rollout.text,
                 "answer": plain_answer(prompts[rollout.prompt_id]),
                 "reward": scored.reward,
                 "advantage": scored.advantage,

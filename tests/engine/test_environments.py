@@ -10,8 +10,8 @@ from tests.engine.runs import metrics_of, train
 pytestmark = pytest.mark.engine
 
 SETTINGS = (
-    "configs/smoke.toml", "steps=3", "rollout.synchronous_batches=false", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=96",
-    "task=none", "task.type=environment", "task.factory=tests.engine.talkative:Talkative", "task.max_turn_tokens=16", "lossless.every=1",
+    "configs/smoke.toml", "steps=3", "rollout.synchronous_batches=false", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=160",
+    "task=none", "task.type=environment", "task.factory=tests.engine.talkative:Talkative", "task.max_turn_tokens=40", "lossless.every=1",
     "rollout.draft_sample_method=probabilistic", "rollout.temperature=1.0", "lossless.max_share=1",
 )  # fmt: skip
 
@@ -27,15 +27,13 @@ def test_turns_are_trained_on_and_the_engine_and_the_learner_agree_on_all_of_the
     rows = metrics_of(tmp_path, "turns")
     assert [row["stream/failed_trajectories"] for row in rows] == [0, 0, 0]
     for row in rows:
-        assert row["policy/rollout_log_prob_gap"] < 1e-4 if row is rows[0] else True
+        assert row["policy/rollout_log_prob_gap"] < 1e-4, "engine and learner read the same tokens before each"
         assert row["rollout/feature_holes"] == 0 and row["rollout/tapped_rollouts"] == 16
-        assert row["rollout/response_length"] > 3, "three turns of one token or more"
+        assert row["rollout/acceptance_turn_3"] >= 1 and row["rollout/truncated"] < 1
     assert rows[-1]["rollout/acceptance_length"] > 1 and rows[0]["lossless/passed"] == 1
-    finished = events(tmp_path, "turns", "finished")
-    assert all(length > 20 for event in finished for length in event["lengths"]), "what the tools said is in it"
     with (tmp_path / "turns" / "samples" / "step_000001.jsonl").open() as samples:
-        assert all(json.loads(line)["response"].count("\n") >= 2 for line in samples), (
-            "the turns are written one below the other"
+        assert any("you said" in json.loads(line)["response"] for line in samples), (
+            "people read what the tools said too"
         )
 
 
@@ -49,7 +47,5 @@ def test_tools_that_break_cost_their_own_trajectories(
     [row] = metrics_of(tmp_path, "broken")
     assert row["stream/failed_trajectories"] == len(failed) > 0
     reasons = {event["reason"] for event in failed}
-    assert all(
-        reason.startswith(("RuntimeError: the tool is broken", "its process has died", "KeyError"))
-        for reason in reasons
-    )
+    expected = {"raise": "RuntimeError: the tool is broken", "die": "its process has died"}[how]
+    assert expected in reasons and all(reason == expected or reason.startswith("KeyError") for reason in reasons)

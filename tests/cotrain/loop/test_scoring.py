@@ -32,7 +32,7 @@ def test_a_scorer_that_does_not_answer_costs_its_group_which_is_generated_again(
     assert stream.kinds(lost["group"]) == [
         "admitted", "dispatched", "finished", "lost", "dispatched", "finished", "scored", "taken",
     ]  # fmt: skip
-    assert stream.producer.metrics()["stream/lost_groups"] == 1
+    assert stream.producer.losses()["stream/lost_groups"] == 1
     assert all(group.rewards == [1.0, 2.0] for group in taken)
 
 
