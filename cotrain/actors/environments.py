@@ -34,10 +34,10 @@ class EnvironmentActor(Actor):
         environment.messages()
         self._environments[name] = environment
 
-    def step(self, name: str, text: str) -> list[int] | None:
-        """Return the token ids of what the environment answers, or None if the trajectory has ended."""
+    def step(self, name: str, text: str, last_token: int) -> list[int] | None:
+        """Return the token ids of what the environment answers to a turn, or None if the trajectory has ended."""
         answer = self._environments[name].step(text)
-        return None if answer is None else self._template.observation(str(answer))
+        return None if answer is None else self._template.observation(str(answer), last_token)
 
     def reward(self, name: str) -> float:
         """Return the reward of a trajectory, and forget its environment."""

@@ -45,9 +45,9 @@ class TrajectoryTools:
                     raise
                 await asyncio.sleep(RETRY_S)
 
-    async def step(self, text: str) -> list[int] | None:
+    async def step(self, text: str, last_token: int) -> list[int] | None:
         """Return the token ids of what the environment answers to a turn, or None if the trajectory has ended."""
-        return await self._answer(self._process.step.remote(self._name, text))
+        return await self._answer(self._process.step.remote(self._name, text, last_token))
 
     async def reward(self) -> float:
         """Return the reward of the trajectory, whose environment ends with it."""

@@ -160,7 +160,7 @@ class TrajectoryEngine(RolloutEngine):
             if made.finish_reason == "length":
                 trajectory.finish_reason = "length"
                 return trajectory
-            observed = await environment.step(made.text)
+            observed = await environment.step(made.text, made.token_ids[-1])
             if observed is None:
                 return trajectory
             if number + 1 == tools.max_turns or len(trajectory.token_ids) + len(observed) >= most:

@@ -101,6 +101,12 @@ class TurnTemplate:
             "them; take a policy whose template leaves them alone, or put such a template into its folder as chat_template.jinja"
         )
 
-    def observation(self, text: str) -> list[int]:
-        """Return the token ids of what an environment answered, up to where the policy goes on."""
-        return list(self._tokenizer(self._opening + text + self._closing, add_special_tokens=False)["input_ids"])
+    def observation(self, text: str, last_token: int) -> list[int]:
+        """Return the token ids of what an environment answered, up to where the policy goes on.
+
+        last_token: of the turn that it answers. One that ended otherwise than with a special token, at a stop string, is closed first.
+        """
+        closing = "" if last_token in self._tokenizer.all_special_ids else self._tokenizer.eos_token
+        return list(
+            self._tokenizer(closing + self._opening + text + self._closing, add_special_tokens=False)["input_ids"]
+        )

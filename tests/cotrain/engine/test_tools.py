@@ -52,7 +52,7 @@ tools = start_environments(cluster, nodes, config)
 async def play(environment, row, *texts):
     try:
         await environment.begin(row)
-        return [len(await environment.step(text) or []) for text in texts] + [await environment.reward()]
+        return [len(await environment.step(text, 2) or []) for text in texts] + [await environment.reward()]
     except ToolFailed as failure:
         environment.forget()
         return str(failure)
@@ -73,7 +73,7 @@ async def all_of_them():
         play(tools.of("h", 0), {"item": "h"}, "die"), play(tools.of("i", 0), {"item": "i"}, "hang"))
     found["begun again"] = await play(tools.of("j", 0), {"item": "j"}, "what", "done")
     try:
-        await other.step("what")
+        await other.step("what", 2)
     except ToolFailed as failure:
         found["lost with it"] = str(failure)
     return found

@@ -78,8 +78,10 @@ def test_a_turn_is_appended_as_the_template_would_have_written_it(path):
             whole = [apply_template(tokenizer, [*asked, one, {"role": role, "content": "in Bergen"}]) for one in said]
         except Exception:  # it refuses the role
             continue
-        appended = prompt + sampled + tokenizer.eos_token + tokenizer.decode(template.observation("in Bergen"))
+        eos, of_stop_string = tokenizer.eos_token_id, tokenizer.encode("7)")[-1]
+        appended = prompt + sampled + tokenizer.eos_token + tokenizer.decode(template.observation("in Bergen", eos))
         assert appended in map(tokenizer.decode, whole)
+        assert prompt + sampled + tokenizer.decode(template.observation("in Bergen", of_stop_string)) == appended
         return
 
 
