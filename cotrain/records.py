@@ -48,6 +48,7 @@ class Prompt:
     messages: list[dict[str, str]]  # chat messages, before the chat template
     answer: Any  # what the task's scorer needs (a string, or the task's own entry)
     columns: dict[str, Any] = field(default_factory=dict)  # further cells of its row that a user's reward takes
+    tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas that the chat template writes
 
 
 @dataclass(frozen=True, slots=True)

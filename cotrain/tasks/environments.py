@@ -11,13 +11,15 @@ from typing import Any, Protocol
 from cotrain.config.schema import EnvironmentTask
 from cotrain.records import Prompt
 from cotrain.tasks.prompts import Messages, encode_prompt, read_messages
+from cotrain.tasks.trl_environments import TrlEnvironment, is_for_trl
 
 NUM_CHECKED = 64
 """Environments that are made before a run starts, to check their first messages."""
 
 
 class Environment(Protocol):
-    """What task.factory makes for each trajectory. A class needs no base."""
+    """What task.factory makes for each trajectory. A class needs no base. It may have a method tools() as well, which returns the JSON
+    schemas that the chat template writes into the prompt."""
 
     def messages(self) -> Messages:
         """Return the chat messages that the trajectory begins with, which are the same for all samples of a row."""
@@ -40,7 +42,7 @@ def load_factory(name: str) -> Callable[..., Environment]:
         raise ValueError(f"task.factory: {what}") from error
     if not callable(factory):
         raise ValueError(f"task.factory: {name} is no class and no function")
-    return factory
+    return (lambda **row: TrlEnvironment(factory, row)) if is_for_trl(factory) else factory
 
 
 class EnvironmentPrompts:
@@ -68,11 +70,13 @@ class EnvironmentPrompts:
             else self._rows[index]
         )
         try:
-            messages = read_messages(self._factory(**row).messages())
+            environment = self._factory(**row)
+            messages = read_messages(environment.messages())
+            tools = environment.tools() if hasattr(environment, "tools") else []
         except Exception as error:
             what = f"{self._config.factory} with row {index}: {type(error).__name__}: {error}"
             raise ValueError(f"task.factory: {what}") from error
-        return Prompt(f"{Path(self._config.factory).name}-{index}", messages, row)
+        return Prompt(f"{Path(self._config.factory).name}-{index}", messages, row, tools=tools)
 
 
 class TurnTemplate:

@@ -63,9 +63,14 @@ def read_messages(cell: Any) -> Messages:
 def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> list[int]:
     """Return token ids with the assistant's turn opened. Raises ValueError if the template fails or the prompt is too long."""
     try:
-        token_ids = apply_template(tokenizer, prompt.messages)
+        token_ids = apply_template(tokenizer, prompt.messages, prompt.tools)
+        leaves_out = prompt.tools and token_ids == apply_template(tokenizer, prompt.messages)
     except Exception as error:  # a template is a program, which may fail in any way
         raise ValueError(f"the chat template raises {type(error).__name__}: {error}") from error
+    if leaves_out:
+        raise ValueError(
+            f"policy.model: its chat template does not write the tools of prompt {prompt.id}; take one that does"
+        )
     if not 0 < len(token_ids) <= max_prompt_tokens:
         what = f"prompt {prompt.id} has {len(token_ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
         raise ValueError(f"{what}: raise it, which a resume may do, or leave such prompts out of the task")
@@ -82,9 +87,10 @@ def load_tokenizer(model: Path) -> Any:
         raise ValueError(f"policy.model: the tokenizer in {model} cannot be loaded: {error}") from error
 
 
-def apply_template(tokenizer: Any, messages: Messages) -> list[int]:
-    """Return the token ids of chat messages, with the assistant's turn opened after them."""
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+def apply_template(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None = None) -> list[int]:
+    """Return the token ids of chat messages, with the assistant's turn opened after them. tools: JSON schemas."""
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    return list(tokenizer.apply_chat_template(messages, tools=tools or None, **options))
 
 
 class PromptOrder:

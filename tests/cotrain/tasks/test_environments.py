@@ -8,8 +8,8 @@ import pytest
 from cotrain.config.schema import EnvironmentTask
 from cotrain.models.loading import resolve_model
 from cotrain.tasks.base import build_task, fingerprint
-from cotrain.tasks.environments import TurnTemplate
-from cotrain.tasks.prompts import apply_template, load_tokenizer
+from cotrain.tasks.environments import EnvironmentPrompts, TurnTemplate, load_factory
+from cotrain.tasks.prompts import apply_template, encode_prompt, load_tokenizer
 
 CALCULATOR = "examples.calculator:Calculator"
 TEMPLATES = sorted(Path(str(find_spec("trl").submodule_search_locations[0])).glob("chat_templates/*.jinja"))  # type: ignore[union-attr, index]
@@ -18,6 +18,31 @@ TEMPLATES = sorted(Path(str(find_spec("trl").submodule_search_locations[0])).glo
 class Raises:
     def __init__(self, seed: int):
         raise RuntimeError("no such city")
+
+
+class Counter:
+    """For TRL: it has no step, and its tools are methods."""
+
+    def reset(self, prompt: str, start: int) -> str:
+        self._count = start
+        return f" It is {start} now."
+
+    def add(self, number: int) -> int:
+        """
+        Add a number.
+
+        Args:
+            number: What to add.
+        """
+        self._count += number
+        return self._count
+
+    def get_reward(self) -> int:
+        return self._count
+
+
+class WithoutReward:
+    def reset(self, prompt: str) -> None: ...
 
 
 def task(**fields) -> EnvironmentTask:
@@ -88,3 +113,47 @@ def test_a_turn_is_appended_as_the_template_would_have_written_it(path):
 def begun_by(prompt: str) -> str:
     """Return the beginning of a thought that a template writes for the policy."""
     return "<think>\n" if prompt.endswith("<think>\n") else ""
+
+
+@pytest.fixture
+def counters(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Count up.", "start": 3}\n')
+    return task(path=str(rows), factory=f"{__name__}:Counter")
+
+
+def test_an_environment_for_trl_is_played(counters):
+    prompt = build_task(counters, 0)[0]
+    assert prompt.messages == [{"role": "user", "content": "Count up. It is 3 now."}]
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["add"]
+    environment = load_factory(counters.factory)(**prompt.answer)
+    call = '<tool_call>\n{"name": "%s", "arguments": {"number": %s}}\n</tool_call>'
+    assert environment.step(call % ("add", 4)) == "7" and environment.step("And " + 2 * (call % ("add", 1))) == "8\n9"
+    assert "KeyError: 'subtract'; the tools are add" in environment.step(call % ("subtract", 4))
+    assert "JSONDecodeError" in environment.step("<tool_call>{add}</tool_call>")
+    assert environment.step("It is 9.") is None and environment.reward() == 9
+
+
+def test_the_chat_template_writes_the_tools_or_is_refused(counters):
+    tokenizer = load_tokenizer(resolve_model("bundled:smollm2-135m-instruct"))
+    prompts = EnvironmentPrompts(counters, 0)
+    with pytest.raises(ValueError, match=r"policy\.model: its chat template does not write the tools"):
+        encode_prompt(tokenizer, prompts[0], 4096)
+    tokenizer.chat_template = next(path for path in TEMPLATES if path.stem == "qwen2_5").read_text()
+    text = tokenizer.decode(encode_prompt(tokenizer, prompts[0], 4096))
+    assert '"name": "add"' in text and "Add a number." in text and text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("factory", "row", "message"),
+    [
+        ("WithoutReward", '{"prompt": "Count."}', "WithoutReward has no method get_reward"),
+        ("Counter", '{"start": 3}', "a row for TRL needs a column prompt, and has start"),
+        ("Counter", '{"prompt": "Count.", "begin": 3}', "TypeError"),
+    ],
+)
+def test_what_does_not_fit_trl_is_named(factory, row, message, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(row)
+    with pytest.raises(ValueError, match=message):
+        _ = build_task(task(path=str(rows), factory=f"{__name__}:{factory}"), 0)[0]
