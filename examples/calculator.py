@@ -22,7 +22,8 @@ class Calculator:
         ]
         self._messages = [{"role": "system", "content": RULES}, *self._example(*shown)]
         self._messages.append({"role": "user", "content": self._question(*asked)})
-        self._answer, self._last = asked[0] * asked[1] + asked[2], ""
+        self._product, self._last = asked[0] * asked[1], ""
+        self._answer = self._product + asked[2]
         self._results: list[int] = []
 
     def messages(self) -> list[dict[str, str]]:
@@ -39,10 +40,11 @@ class Calculator:
         return f"= {self._results[-1]}"
 
     def reward(self) -> float:
-        """Return 1 if the policy said the right number at the end, and half of it if it got that far with the calculator alone."""
+        """Return 1 if the policy said the right number at the end, or else 0.3 for each of product and sum that it has got from the
+        calculator."""
         if self._last.strip().removesuffix(".") == str(self._answer):
             return 1.0
-        return 0.5 * (self._answer in self._results)
+        return 0.3 * sum(result in self._results for result in (self._product, self._answer))
 
     @staticmethod
     def _question(a: int, b: int, c: int) -> str:

@@ -5,7 +5,7 @@ import time
 
 
 class Talkative:
-    """Three turns. BREAK says how the tools of every fifth trajectory break in the second turn: raise, hang or die."""
+    """Three turns. BREAK says how the tools of every fifth trajectory break in the second turn: raise, die or are slow."""
 
     begun = 0
 
@@ -22,9 +22,9 @@ class Talkative:
         if self._breaks and len(self._turns) == 2:
             if self._breaks == "raise":
                 raise RuntimeError("the tool is broken")
-            if self._breaks == "hang":
-                time.sleep(3600)
-            os._exit(1)
+            if self._breaks == "die":
+                os._exit(1)
+            time.sleep(2)
         return f"you said {text[:6]}" if len(self._turns) < 3 else None
 
     def reward(self) -> float:

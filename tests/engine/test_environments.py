@@ -1,11 +1,13 @@
 """A run whose trajectories have several turns, and tools that break, with a real engine."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.engine.runs import metrics_of, train
+from tests.faults.runs import resume, start, wait_for_step, wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -16,9 +18,9 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def events(root: Path, name: str, event: str) -> list[dict]:
+def events(root: Path, name: str, event: str | None = None) -> list[dict]:
     rows = [json.loads(line) for line in (root / name / "stream.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["event"] == event]
+    return [row for row in rows if event in (None, row["event"])]
 
 
 def test_turns_are_trained_on_and_the_engine_and_the_learner_agree_on_all_of_them(tmp_path: Path) -> None:
@@ -49,3 +51,28 @@ def test_tools_that_break_cost_their_own_trajectories(
     reasons = {event["reason"] for event in failed}
     expected = {"raise": "RuntimeError: the tool is broken", "die": "its process has died"}[how]
     assert expected in reasons and all(reason == expected or reason.startswith("KeyError") for reason in reasons)
+
+
+@pytest.mark.long
+def test_trajectories_under_way_begin_again_after_a_kill_and_stay_within_the_lag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BREAK", "slow")
+    lagging = ("name=broken", "steps=5", "stream.max_policy_lag=1", "checkpoint.every=1")
+    process = start(tmp_path, *SETTINGS, *lagging)
+    run = tmp_path / "broken"
+    wait_for_step(run, 2, process)
+    taken = len(events(tmp_path, "broken", "dispatched"))
+    wait_until(lambda: len(events(tmp_path, "broken", "dispatched")) > taken, process, "group under way")
+    process.kill()
+    process.wait()
+    monkeypatch.delenv("BREAK")
+    resumed = resume(tmp_path)
+    output, _ = resumed.communicate(timeout=420)
+    assert resumed.returncode == 0, output
+    rows = metrics_of(tmp_path, "broken")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["stream/lag_max"] for row in rows) == 1, "segments of all turns are counted"
+    assert all(row["rollout/acceptance_turn_2"] >= 1 for row in rows)
+    last = {row["group"]: row["event"] for row in events(tmp_path, "broken")}
+    assert Counter(last.values())["released"] >= 5 * 4, "every group of every step was trained on, once"

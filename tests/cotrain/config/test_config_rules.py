@@ -196,6 +196,10 @@ LAG = "stream.max_policy_lag=1"
     [
         ([LAG, "rollout.synchronous_batches=true"], "rollout.synchronous_batches: true makes batches the same"),
         (
+            ["task=none", "task.type=environment", "task.factory=a:B", "rollout.synchronous_batches=true"],
+            "rollout.synchronous_batches: true makes batches the same in every run, which environments do not",
+        ),
+        (
             [LAG, "rollout.top_k=9", "policy.old_log_probs=recomputed", "policy.behaviour_correction=mask"],
             "rollout.top_k",
         ),
