@@ -121,11 +121,12 @@ def run_steps(controller: Controller, stop_requested: Callable[[], bool]) -> boo
 
 
 def final_check(controller: Controller) -> GreedyCheck | None:
-    """Compare greedy output with and without speculation on prompts of the last step; None without speculation."""
+    """Compare greedy output with and without speculation on prompts of the last step, or of the last turn of a trajectory for each;
+    None without speculation."""
     rollout, console, last = controller.config.rollout, controller.records.console, controller.last_rollouts
     if not controller.config.speculates or not last or controller.mode is not None:
         return None
-    seen = {scored.rollout.prompt_id: scored.rollout.prompt_token_ids for scored in last}
+    seen = {scored.rollout.prompt_id: scored.rollout.turns()[-1].prompt_token_ids for scored in last}
     requests = [RolloutRequest(prompt_id, 0, ids, None) for prompt_id, ids in list(seen.items())[:GREEDY_PROMPTS]]
     engines, max_tokens = controller.roles.engines, min(GREEDY_TOKENS, rollout.max_new_tokens)
     with console.phase("greedy output with and without speculation", terminal_only=True):
