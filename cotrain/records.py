@@ -261,3 +261,4 @@ class RolloutBatch:
     exposed: float = 1.0  # share of `seconds` in which the learner waited for rollouts
     rewards: list[float] = field(default_factory=list)  # of the rollouts, where environments compute them
     failures: tuple[str, ...] = ()  # why environments failed
+    tool_share: float = 0.0  # of the time of trajectories, in which they waited for tools

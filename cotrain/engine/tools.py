@@ -33,6 +33,7 @@ class TrajectoryTools:
 
     def __init__(self, process: Any, name: str, timeout_s: float):
         self._process, self._name, self._timeout_s = process, name, timeout_s
+        self.seconds = 0.0  # that the trajectory has waited for its tools
 
     async def begin(self, row: dict[str, Any]) -> None:
         """Make the environment of this row. A process that is being started again is waited for."""
@@ -60,6 +61,7 @@ class TrajectoryTools:
     async def _answer(self, reference: Any) -> Any:
         import ray
 
+        started = time.monotonic()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(reference.future()), self._timeout_s)
         except TimeoutError:
@@ -68,3 +70,5 @@ class TrajectoryTools:
             raise ToolFailed(f"{type(error.cause).__name__}: {error.cause}") from error
         except ray.exceptions.RayError as error:
             raise ProcessDied("its process has died") from error
+        finally:
+            self.seconds += time.monotonic() - started

@@ -8,7 +8,8 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from cotrain.acceptance_stats import counts_of
 from cotrain.engine.arguments import EngineSpec
@@ -76,6 +77,15 @@ class Trajectory:
         )
 
 
+class Played(NamedTuple):
+    """A trajectory that has ended."""
+
+    rollout: Rollout
+    reward: float
+    begun_again: bool  # the tap has rows of both tries
+    tool_share: float  # of its time, in which it waited for tools
+
+
 class TrajectoryEngine(RolloutEngine):
     """A rollout engine whose responses may have several turns."""
 
@@ -101,13 +111,12 @@ class TrajectoryEngine(RolloutEngine):
             )
             played = dict(zip(named, await asyncio.gather(*tries), strict=True))
         whole = {name: made for name, made in played.items() if made is not None}
-        lost = [name for name in tapped if name not in whole or whole[name][2]]
+        lost = [name for name in tapped if name not in whole or whole[name].begun_again]
         if drafts:
             await self.on_workers(EngineWorker.end_trajectories, list(named), lost)
-        rollouts = {name: rollout for name, (rollout, _, _) in whole.items()}
-        features, stats = await self._take_features(
-            {n: r for n, r in rollouts.items() if n in tapped and n not in lost}
-        )
+        rollouts = {name: made.rollout for name, made in whole.items()}
+        kept = {name: rollout for name, rollout in rollouts.items() if name in tapped and name not in lost}
+        features, stats = await self._take_features(kept)
         self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
         return RolloutBatch(
             rollouts=list(rollouts.values()),
@@ -116,17 +125,18 @@ class TrajectoryEngine(RolloutEngine):
             num_generated_tokens=sum(rollout.num_generated for rollout in rollouts.values()),
             feature_stats=stats,
             speculation=counts_of(rollouts.values()),
-            rewards=[reward for _, reward, _ in whole.values()],
+            rewards=[made.reward for made in whole.values()],
             failures=tuple(failures),
+            tool_share=fmean(made.tool_share for made in whole.values()) if whole else 0.0,
         )
 
     async def _tried(
         self, name: str, request: RolloutRequest, taps: bool, row: dict[str, Any], tools: Tools, failures: list[str]
-    ) -> tuple[Rollout, float, bool] | None:
-        """Return a trajectory, its reward, and whether it was begun again, in which case the tap has rows of both."""
+    ) -> Played | None:
+        """Play a trajectory, and once again if its tools fail."""
         for attempt in range(TRIES):
             own = f"{os.getpid()}-{name}-{attempt}"
-            environment = tools.of(own, request.sample_index + attempt)
+            environment, began = tools.of(own, request.sample_index + attempt), time.monotonic()
             try:
                 trajectory = await self._trajectory(own if attempt else name, request, taps, row, tools, environment)
                 reward = await environment.reward()
@@ -136,7 +146,7 @@ class TrajectoryEngine(RolloutEngine):
                 continue
             rollout = trajectory.rollout()
             await self.add_history([rollout])
-            return rollout, reward, attempt > 0
+            return Played(rollout, reward, attempt > 0, environment.seconds / (time.monotonic() - began))
         return None
 
     async def _trajectory(

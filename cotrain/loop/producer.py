@@ -31,6 +31,9 @@ SAME_PROMPT_TRIES = 2
 FEWEST_SAMPLES, TOOLS_FAILED = 2, "its tools failed"
 """A group with fewer trajectories has nothing to compare one with, and is generated again."""
 
+MOST_IN_TOOLS = 0.75
+"""Share of its requests at most that an engine is expected to have in tools."""
+
 FILL = 1.25
 """With lag, an engine gets groups until it has this many times the requests that it can run at once, so that it never runs
 short. Other groups wait here: the later a request starts, the newer its weights, and an engine that dies loses less."""
@@ -59,6 +62,7 @@ class Producer:
         }
         saved = new | (start.stream or {})
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
+        self._tool_share = 0.0  # of the time of the last group's trajectories
         self.failed_trajectories: int = saved["failed_trajectories"]
         self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
@@ -161,7 +165,11 @@ class Producer:
         """The engine that gets the next group; None while all of them have enough requests."""
         engine = min(self._roles.engines.in_dispatch, key=self._outstanding.__getitem__)
         waits = self._config.stream.max_policy_lag > 0
-        full = self._outstanding[engine] >= FILL * self._config.rollout.max_num_seqs
+        # Those that wait for tools leave their places to others.
+        full = (
+            self._outstanding[engine] * (1 - min(self._tool_share, MOST_IN_TOOLS))
+            >= FILL * self._config.rollout.max_num_seqs
+        )
         return None if waits and full else engine
 
     def _begin(self, engine: int, group: Group, requests: list[RolloutRequest], together: tuple[int, int]) -> None:
@@ -203,6 +211,7 @@ class Producer:
         if batch.failures and len(batch.rollouts) < FEWEST_SAMPLES:
             self._roles.nodes.remove_all(batch.features)
             return self._start_over(self.ledger.groups[number], TOOLS_FAILED)
+        self._tool_share = batch.tool_share
         self.windows.add(engine, batch, place)
         self._roles.engines.share_history(engine, reference)
         group = self.ledger.move(number, "finished")

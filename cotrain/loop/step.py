@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from statistics import fmean
 
 from cotrain.acceptance_stats import counts_of
 from cotrain.config.schema import RunConfig
@@ -117,6 +118,7 @@ def merge(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         num_generated_tokens=sum(batch.num_generated_tokens for batch in batches),
         feature_stats=dict(stats),
         speculation=counts_of(rollouts),
+        tool_share=fmean(batch.tool_share for batch in batches),
     )
 
 

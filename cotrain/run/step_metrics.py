@@ -19,6 +19,8 @@ def rollout_metrics(rollouts: list[Rollout], window: RolloutBatch, num_engines: 
     }
     if window.seconds:
         metrics["rollout/tokens_per_s"] = window.num_generated_tokens / window.seconds
+    if window.tool_share:
+        metrics["rollout/tool_share"] = window.tool_share
     if window.gain is not None:
         metrics["rollout/speedup_vs_no_speculation"] = window.gain.speedup_vs_no_speculation
     if stats := window.feature_stats:

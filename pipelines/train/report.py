@@ -176,6 +176,9 @@ def _time(run: RunRecord) -> Iterator[Section]:
     yield line_section("Time per stage", "seconds a step", text, dict(stages.items()))
     if len(idle := _family(run, "idle/")):
         text = "Share of each step in which a role had nothing to do. The least idle one is the bottleneck."
+        if "rollout/tool_share" in run.metrics:
+            text += " Engines are idle while all their trajectories wait for tools."
+            idle["trajectories in tools"] = run.column("rollout/tool_share")
         yield line_section("Idle time, by role", "share of the step", text, idle)
     if run.settings.get("stream.max_policy_lag"):
         lags = pd.DataFrame(_family(run, "stream/lag_tokens_")).fillna(0)

@@ -37,13 +37,13 @@ class Engines:
         self.world = world
         self.gains: list[GainReport | None] = [None]
         self.seeds: list[int | None] = []
-        self.in_dispatch = [0]
+        self.in_dispatch, self.tools = [0], None
 
     def share_history(self, engine: int, generated: Any) -> None:
         pass
 
     def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int]
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int], answer: Any
     ) -> RolloutBatch:
         """The first group has what its engine tells of the whole step."""
         place, number = together
@@ -61,8 +61,7 @@ class Engines:
         self.validated = [*earlier, (self.world.current.versions.policy, len(requests), sampling)]
         lengths = [3 * int(request.prompt_id.split("-")[-1] or 0) + request.sample_index for request in requests]
         return [
-            SimpleNamespace(text=str(n), token_ids=[0] * n, finish_reason="stop" if n % 3 else "length")
-            for n in lengths
+            SimpleNamespace(text=str(n), num_generated=n, finish_reason="stop" if n % 3 else "length") for n in lengths
         ]
 
     def call_all(self, method: Any) -> dict[int, Window]:

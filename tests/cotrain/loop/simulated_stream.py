@@ -23,7 +23,7 @@ class Engines:
         self.reactor = reactor
         self.calls: list[tuple[int, list[str]]] = []
         self.seeds: dict[str, list[int | None]] = {}
-        self.in_dispatch = [0]
+        self.in_dispatch, self.tools = [0], None
         self.shared: list[tuple[int, int]] = []
 
     def share_history(self, engine: int, generated: Reference) -> None:
@@ -31,7 +31,7 @@ class Engines:
         self.shared.append((engine, len(generated.what[1])))
 
     def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int]
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int], answer: Any
     ) -> Reference:
         """Groups that enter together are one call in `calls`."""
         if not together[0]:
@@ -79,7 +79,7 @@ class Stream:
         prompts = Prompts(
             task, PromptOrder(NUM_PROMPTS, P, 0), SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
         )  # type: ignore[arg-type]
-        self.cluster, self.rewards = Cluster(), scorers[0]
+        self.cluster, self.rewards = Cluster(), scorers[0] if scorers else None
         self.reactor = Reactor(self.cluster, 5.0)  # type: ignore[arg-type]
         self.engines = Engines(self.reactor)
         self.events = RowFile(folder / "stream.jsonl")

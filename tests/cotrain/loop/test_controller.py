@@ -275,7 +275,7 @@ def test_steps_without_drafts_are_no_passed_check(start: Any) -> None:
 class SlowEngines(Engines):
     """With lag: no group has ended yet when the next step is taken."""
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: float, together: Any) -> RolloutBatch:
+    def begin_generate(self, engine: int, requests: list[RolloutRequest], *rest: Any) -> RolloutBatch:
         return RolloutBatch([], [], 1.0, 0)
 
     def call_all(self, method: Any) -> dict[int, Window]:
@@ -377,13 +377,13 @@ def test_a_checkpoint_is_written_beside_the_next_step_and_its_time_is_in_the_met
     generate = Engines.begin_generate
 
     def begin_generate(
-        engines: Engines, engine: int, requests: Any, tap: float, together: tuple[int, int]
+        engines: Engines, engine: int, requests: Any, tap: float, together: tuple[int, int], answer: Any
     ) -> RolloutBatch:
         """What a step finds when its generation begins; the roles have written their parts when the one after it does."""
         if not together[0]:
             there.append((controller.step, latest_checkpoint(controller.run_dir) is not None))
             written["now"] = controller.step >= 4
-        return generate(engines, engine, requests, tap, together)
+        return generate(engines, engine, requests, tap, together, answer)
 
     monkeypatch.setattr(Engines, "begin_generate", begin_generate)
     monkeypatch.setattr("tests.cotrain.simulated_roles.Reactor.is_there", lambda *_: written["now"])

@@ -69,7 +69,7 @@ def test_hidden_states_of_a_node_that_is_gone_are_counted(new: Any) -> None:
     stream.roles.nodes = SimpleNamespace(begin_bring=lambda path, node, move: (path, node, move), arrived=arrived)
     window = stream.producer.windows.take([])[0]
     assert (window.features, window.feature_stats) == (["brought 1 to here"], tapped)
-    assert stream.producer.metrics()["drafter/lost_features"] == 4
+    assert stream.producer.losses()["drafter/lost_features"] == 4
 
 
 def test_with_lag_each_group_is_a_call_and_engines_are_not_overfilled(new: Any) -> None:
@@ -181,7 +181,7 @@ def test_scored_groups_survive_a_resume_and_the_others_start_over(new: Any) -> N
     saved = json.loads(json.dumps(stream.producer.state()))
     again = new(lag=1, served=1, saved=saved)
     taken = again.step()
-    metrics = again.producer.metrics()
+    metrics = again.producer.losses()
     assert (metrics["stream/lost_groups"], metrics["drafter/lost_features"]) == (3, 5)
     assert len(taken) == P
     restored = again.producer.ledger.groups[number]
@@ -270,3 +270,66 @@ def test_the_lengths_of_every_step_are_learnt(new: Any, lag: int) -> None:
     finished = [row for row in read_rows(stream.events.path) if row["event"] == "finished"]
     assert {row["prompt"]: row["lengths"] for row in finished}[names[3]] == [40, 40]
     assert all(row["prompt_tokens"] > 0 for row in finished)
+
+
+class WithTools(Stream):
+    """Environments pay the trajectories themselves. `failures`: for each call to come, which of its samples fail for good."""
+
+    def __init__(self, *args: Any, **fields: Any):
+        self.failures, self.tool_share = list[int](), fields.pop("tool_share", 0.0)
+        super().__init__(*args, scorers=0, **fields)
+        self.engines.tools = object()
+
+    def answer(self, reference: Reference) -> None:
+        assert reference.what[0] == "generate", "no scorer is asked"
+        batch, fail = batch_of(reference.what[1]), self.failures.pop(0) if self.failures else 0
+        left = batch.rollouts[fail:]
+        reference.result = replace(
+            batch,
+            rollouts=left,
+            rewards=[0.5] * len(left),
+            failures=("no answer",) * 2 * fail,
+            tool_share=self.tool_share,
+        )
+
+
+@pytest.fixture
+def with_tools(run_config: Any, tmp_path: Any) -> Any:
+    return lambda **fields: WithTools(run_config, tmp_path, **fields)
+
+
+def test_environments_pay_and_a_trajectory_whose_tools_fail_is_left_out(with_tools: Any) -> None:
+    stream = with_tools(samples_per_prompt=3)
+    stream.failures = [0, 1]
+    taken = stream.step()
+    assert [len(group.rollouts) for group in taken] == [3, 2, 3, 3] and taken[1].rewards == [0.5, 0.5]
+    losses = stream.producer.losses()
+    assert (losses["stream/failed_trajectories"], losses["stream/lost_groups"]) == (2, 0)
+    failed = [row for row in read_rows(stream.events.path) if row["event"] == "trajectory failed"]
+    assert [(row["group"], row["reason"]) for row in failed] == [(1, "no answer")] * 2
+    again = with_tools(served=1, saved=json.loads(json.dumps(stream.producer.state())), samples_per_prompt=3)
+    assert again.producer.losses()["stream/failed_trajectories"] == 2
+
+
+def test_a_group_with_one_trajectory_left_begins_again(with_tools: Any) -> None:
+    stream = with_tools(samples_per_prompt=3)
+    stream.roles.nodes = SimpleNamespace(remove_all=lambda features: None)
+    stream.failures = [2]
+    taken = stream.step()
+    assert [len(group.rollouts) for group in taken] == [3] * P
+    begun_again = ["lost", "dispatched", "finished", "scored", "taken"]
+    assert stream.kinds(0) == ["admitted", "dispatched", *["trajectory failed"] * 4, *begun_again]
+    assert stream.producer.ledger.lost == {"its tools failed": 1}
+
+
+@pytest.mark.parametrize(("share", "running"), [(0.0, 3), (0.5, 5), (1.0, 10)])
+def test_an_engine_whose_trajectories_wait_for_tools_gets_more_of_them(
+    with_tools: Any, share: float, running: int
+) -> None:
+    """4 requests at once, filled to 5 that wait for no tool; a group has 2."""
+    stream = with_tools(lag=3, tool_share=share)
+    stream.step()
+    stream.cluster.happens = lambda references: None
+    stream.producer._tick()
+    stream.producer.admit(False)
+    assert stream.producer.metrics()["stream/groups_running"] == running
