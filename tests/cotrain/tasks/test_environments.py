@@ -1,5 +1,6 @@
 """Environments as tasks: first messages, factories that cannot be used, and the pieces of chat templates between turns."""
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -113,6 +114,25 @@ def test_a_turn_is_appended_as_the_template_would_have_written_it(path):
 def begun_by(prompt: str) -> str:
     """Return the beginning of a thought that a template writes for the policy."""
     return "<think>\n" if prompt.endswith("<think>\n") else ""
+
+
+@pytest.mark.parametrize(
+    ("said", "answers", "reward"),
+    [
+        (["calc({a}*{b})", "calc({p}+{c})", "{r}."], ["= {p}", "= {r}", None], 1.0),
+        (["calc({a}*{b})", "{p}"], ["= {p}", None], 0.3),
+        (["calc({a}*{b}+{c})", "calc({a} * {b})", "calc({p}+{c})", "I know."], ["error", "= {p}", "= {r}", None], 0.6),
+        (["I do not know."], [None], 0.0),
+    ],
+)
+def test_the_calculator_of_the_example(said, answers, reward):
+    environment = load_factory(CALCULATOR)(seed=5)
+    a, b, c = map(int, re.findall(r"\d+", environment.messages()[-1]["content"]))
+    numbers = {"a": a, "b": b, "c": c, "p": a * b, "r": a * b + c}
+    for text, answer in zip(said, answers, strict=True):
+        found = environment.step(text.format(**numbers))
+        assert found is None if answer is None else found.startswith(answer.format(**numbers))
+    assert environment.reward() == pytest.approx(reward)
 
 
 @pytest.fixture
