@@ -64,6 +64,12 @@ class Admission:
             self._lengths.append(length)
             del self._entered[first]
 
+    def forget(self, names: Collection[str]) -> None:
+        """Free the room of requests that have failed. Nothing is learnt of their lengths."""
+        for name in names:
+            self.tapped.pop(name, None)
+            self._entered.pop(name, None)
+
     def choose(self, requests: Mapping[str, TapRequest], share: float = 1.0) -> dict[str, TapRequest]:
         """Return which of these requests are tapped from now on, in the order given. If none runs yet, one is, however long."""
         self._calls += 1

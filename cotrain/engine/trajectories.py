@@ -117,6 +117,7 @@ class TrajectoryEngine(RolloutEngine):
         rollouts = {name: made.rollout for name, made in whole.items()}
         kept = {name: rollout for name, rollout in rollouts.items() if name in tapped and name not in lost}
         features, stats = await self._take_features(kept)
+        self._admission.forget([name for name in named if name not in rollouts])
         self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
         return RolloutBatch(
             rollouts=list(rollouts.values()),

@@ -231,3 +231,13 @@ def test_responses_that_outgrow_the_tap_favour_short_ones_by_less_than_what_is_d
     share = dropped / (dropped + len(kept))
     assert 0.15 < share < 0.3
     assert np.mean(kept) / np.mean(lengths) - 1 > -0.6 * share
+
+
+def test_what_has_failed_frees_its_room_and_tells_no_length() -> None:
+    admission = Admission(20 * ROW, ROW, "seed")
+    first = admission.choose({"a": TapRequest("p", 4, 10), "b": TapRequest("q", 4, 10)})
+    assert [*first] == ["a"] or [*first] == ["b"]
+    admission.forget(["a", "b"])
+    assert len(admission.choose({"c": TapRequest("r", 4, 10)})) == 1 and len(admission.tapped) == 1
+    admission.observe({"c": 7})
+    assert [*admission._lengths] == [7]
