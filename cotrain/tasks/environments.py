@@ -13,7 +13,7 @@ from cotrain.records import Prompt
 from cotrain.tasks.prompts import Messages, encode_prompt, read_messages
 from cotrain.tasks.trl_environments import TrlEnvironment, is_for_trl
 
-NUM_CHECKED = 64
+NUM_CHECKED = 8
 """Environments that are made before a run starts, to check their first messages."""
 
 
@@ -46,7 +46,10 @@ def load_factory(name: str) -> Callable[..., Environment]:
 
 
 class EnvironmentPrompts:
-    """The first messages of the environment of each row. Its row is the prompt's answer."""
+    """The first messages of the environment of each row. Its row is the prompt's answer.
+
+    An environment is made for them here too, in the run's own process, which asks it for nothing else.
+    """
 
     def __init__(self, config: EnvironmentTask, seed: int, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
         """tokenizer: also check the first environments and the chat template. Raises ValueError naming the field."""
