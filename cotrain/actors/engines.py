@@ -94,8 +94,9 @@ class RolloutEngines(Replicas):
         return [by_key[request.prompt_id, request.sample_index] for request in requests]
 
     def begin_generate(
-        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int], answer: Any
-    ) -> Any:
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int] = (0, 1),
+        answer: Any = None,
+    ) -> Any:  # fmt: skip
         """Begin to generate one response to each request of a prompt on one engine. Returns the reference of the RolloutBatch.
 
         tap, together: see RolloutEngine.generate. answer: the prompt's, which with tools is the row of its environment.

@@ -56,6 +56,7 @@ class Ledger:
         self.served = served
         self.admitted = served * prompts_per_step  # groups admitted so far, those of earlier steps included
         self.lost: Counter[str] = Counter()  # groups that were started over, by reason
+        self.failed_trajectories = 0  # each time that their tools failed
         self.groups: dict[int, Group] = {}
         self._scored: Counter[int] = Counter()  # scored groups by step, counted from 0
         self._failed: dict[int, dict[int, TaskFailed]] = defaultdict(dict)  # by step and group

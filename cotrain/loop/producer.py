@@ -62,12 +62,11 @@ class Producer:
         }
         saved = new | (start.stream or {})
         self._config, self._roles, self._prompts, self._events = config, roles, prompts, events
-        self._tool_share = 0.0  # of the time of the last group's trajectories
-        self.failed_trajectories: int = saved["failed_trajectories"]
         self._tap = 0.0  # share of the rollouts whose hidden states are wanted
         rollout, stream = config.rollout, config.stream
         self.ledger = Ledger(rollout.prompts_per_step, stream.max_policy_lag, config.steps, start.step)
         self.ledger.lost.update(saved["lost"])
+        self.ledger.failed_trajectories = saved["failed_trajectories"]
         self.windows = Windows(roles, stream.max_policy_lag > 0, saved["lost_features"])
         self.lengths = LengthHistory(saved["lengths"]["logs"])  # how long the responses to each prompt were
         self._saved = {row["number"]: row for row in saved["groups"]}
@@ -127,7 +126,7 @@ class Producer:
         """The number of groups and trajectories that were lost so far, and of rollouts whose hidden states were."""
         return {
             "stream/lost_groups": self.ledger.lost.total(),
-            "stream/failed_trajectories": self.failed_trajectories,
+            "stream/failed_trajectories": self.ledger.failed_trajectories,
             "drafter/lost_features": self.windows.lost_features,
         }
 
@@ -143,7 +142,7 @@ class Producer:
             if group.state == "scored"
         ]
         lost: dict[str, Any] = {"lost": dict(self.ledger.lost), "lost_features": self.windows.state()}
-        lost["failed_trajectories"] = self.failed_trajectories
+        lost["failed_trajectories"] = self.ledger.failed_trajectories
         return {"groups": rows, "lengths": {"logs": self.lengths.logs}} | lost
 
     def _dispatch(self) -> None:
@@ -167,7 +166,7 @@ class Producer:
         waits = self._config.stream.max_policy_lag > 0
         # Those that wait for tools leave their places to others.
         full = (
-            self._outstanding[engine] * (1 - min(self._tool_share, MOST_IN_TOOLS))
+            self._outstanding[engine] * (1 - min(self.windows.tool_share, MOST_IN_TOOLS))
             >= FILL * self._config.rollout.max_num_seqs
         )
         return None if waits and full else engine
@@ -206,12 +205,11 @@ class Producer:
     def _finished(self, engine: int, number: int, place: int, reference: Any, batch: RolloutBatch) -> None:
         self._outstanding[engine] -= self._config.rollout.samples_per_prompt
         for reason in batch.failures:
-            self.failed_trajectories += 1
+            self.ledger.failed_trajectories += 1
             self._event("trajectory failed", number, reason=reason)
         if batch.failures and len(batch.rollouts) < FEWEST_SAMPLES:
             self._roles.nodes.remove_all(batch.features)
             return self._start_over(self.ledger.groups[number], TOOLS_FAILED)
-        self._tool_share = batch.tool_share
         self.windows.add(engine, batch, place)
         self._roles.engines.share_history(engine, reference)
         group = self.ledger.move(number, "finished")

@@ -50,7 +50,7 @@ class Windows:
     def __init__(self, roles: Roles, lags: bool, lost_features: int = 0):
         """lags: whether generation runs ahead of learning. lost_features: rollouts whose hidden states were lost before."""
         self._roles, self._lags = roles, lags
-        self.lost_features = lost_features
+        self.lost_features, self.tool_share = lost_features, 0.0  # tool_share: of the newest group
         self._batches: list[tuple[tuple[int, int], RolloutBatch]] = []
         self._began, self._waited = time.perf_counter(), 0.0
 
@@ -60,6 +60,7 @@ class Windows:
         A window has its batches by engine and place, so that without lag their order is always the same.
         """
         self._batches.append(((engine, place), batch))
+        self.tool_share = batch.tool_share
 
     def take(self, rollouts: list[Rollout], waited: float = 0.0) -> tuple[RolloutBatch, dict[int, list[StepTotal]]]:
         """End the window. Returns what the engines have generated and measured in it, and the steps of each engine.

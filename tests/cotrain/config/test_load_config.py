@@ -97,7 +97,10 @@ def test_all_errors_come_in_one_pass_with_their_paths() -> None:
         ("drafter.lr=1", "drafter.lr: unknown field; did you mean drafter.optimizer.learning_rate?"),
         ("zzz=1", "zzz: unknown field; the top level has name, steps, seed,"),
         ("task.instructon=x", "task.instructon: unknown field; did you mean task.instruction?"),
-        ("task.type=reasoning_gim", "task.type: 'reasoning_gim' is not one of reasoning_gym, dataset; did you mean"),
+        (
+            "task.type=reasoning_gim",
+            "task.type: 'reasoning_gim' is not one of reasoning_gym, dataset, environment; did you mean",
+        ),
         (
             "drafter.model.type=eagle",
             "drafter.model.type: 'eagle' is not one of eagle3, dflash, dspark, mtp, draft_model; did you mean eagle3?",
@@ -123,7 +126,7 @@ def test_missing_fields_are_explained() -> None:
         load_config([], ["policy.dtype=float32", "drafter.train=false", "task.name=chain_sum"])
     lines = "\n".join(error.value.problems)
     assert "policy.model: missing: Local folder, hub id, or bundled:" in lines
-    assert "task.type: missing; one of reasoning_gym, dataset" in lines
+    assert "task.type: missing; one of reasoning_gym, dataset, environment" in lines
     assert "drafter.model: missing: Kind and shape of the drafter." in lines
     assert str(error.value).startswith("5 problems in the configuration:\n  name: missing")
 
