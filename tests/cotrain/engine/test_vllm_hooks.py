@@ -319,7 +319,8 @@ def test_a_shard_is_written_beside_the_steps_once_the_tap_has_all_rows(tmp_path)
     draft(runner, 2)
     hook.tap_seconds = 0.25
     log_probs = [-0.5, -1.5, -2.5]
-    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], log_probs, 8, 0, 1, 0), "untapped": ([1, 2], [-1.0], 1, 0, 0, 0)}
+    finished = {"b1r0": ([*range(7), 11, 12, 13, 5], log_probs, 8, 0, 1, 0, [])}
+    finished["untapped"] = [1, 2], [-1.0], 1, 0, 0, 0, []
     worker.begin_features(finished, path, LAW, [1, 2])
     for _ in range(20):
         assert worker.features_written(path) is None and not Path(path).exists(), "the step does not wait"
@@ -344,7 +345,7 @@ def test_what_fails_while_a_shard_is_written_is_raised(tmp_path):
     worker = EngineWorker(SimpleNamespace(rank=0))
     worker.hook = vllm_hooks.DraftingHook(Runner())
     worker.hook.take = lambda *known: 1 / 0
-    worker.begin_features({"b1r0": ([1, 2], [-1.0], 1, 0, 0, 0)}, "path", LAW, [1])
+    worker.begin_features({"b1r0": ([1, 2], [-1.0], 1, 0, 0, 0, [])}, "path", LAW, [1])
     with pytest.raises(ZeroDivisionError):
         while worker.features_written("path") is None:
             time.sleep(0.001)
