@@ -236,7 +236,7 @@ def test_responses_that_outgrow_the_tap_favour_short_ones_by_less_than_what_is_d
 def test_what_has_failed_frees_its_room_and_tells_no_length() -> None:
     admission = Admission(20 * ROW, ROW, "seed")
     first = admission.choose({"a": TapRequest("p", 4, 10), "b": TapRequest("q", 4, 10)})
-    assert [*first] == ["a"] or [*first] == ["b"]
+    assert len(first) == 1, "the other one finds no room"
     admission.forget(["a", "b"])
     assert len(admission.choose({"c": TapRequest("r", 4, 10)})) == 1 and len(admission.tapped) == 1
     admission.observe({"c": 7})
