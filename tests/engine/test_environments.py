@@ -39,7 +39,7 @@ def test_turns_are_trained_on_and_the_engine_and_the_learner_agree_on_all_of_the
         )
 
 
-@pytest.mark.parametrize("how", ["raise", "die"])
+@pytest.mark.parametrize("how", [pytest.param("raise", marks=pytest.mark.long), "die"])
 def test_tools_that_break_cost_their_own_trajectories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
