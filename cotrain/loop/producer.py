@@ -209,7 +209,7 @@ class Producer:
             self._event("trajectory failed", number, reason=reason)
         if batch.failures and len(batch.rollouts) < FEWEST_SAMPLES:
             self._roles.nodes.remove_all(batch.features)
-            return self._start_over(self.ledger.groups[number], TOOLS_FAILED)
+            return self._start_over(self.ledger.groups[number], f"{TOOLS_FAILED} ({batch.failures[-1]})")
         self.windows.add(engine, batch, place)
         self._roles.engines.share_history(engine, reference)
         group = self.ledger.move(number, "finished")

@@ -319,7 +319,7 @@ def test_a_group_with_one_trajectory_left_begins_again(with_tools: Any) -> None:
     assert [len(group.rollouts) for group in taken] == [3] * P
     begun_again = ["lost", "dispatched", "finished", "scored", "taken"]
     assert stream.kinds(0) == ["admitted", "dispatched", *["trajectory failed"] * 4, *begun_again]
-    assert stream.producer.ledger.lost == {"its tools failed": 1}
+    assert stream.producer.ledger.lost == {"its tools failed (no answer)": 1}, "a run that ends for it says why"
 
 
 @pytest.mark.parametrize(("share", "running"), [(0.0, 3), (0.5, 5), (1.0, 10)])
