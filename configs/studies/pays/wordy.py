@@ -1,4 +1,4 @@
-"""A reward that moves a policy far within a few steps: short answers become responses of 150 tokens and more."""
+"""A reward for many words, which moves a policy with a high learning rate far within a few steps."""
 
 from typing import Any
 
