@@ -18,6 +18,7 @@ BIN := .venv/bin
 LOG := .venv/setup.log
 VLLM_SOURCES ?= .venv/vllm-sources
 OLDEST_VLLM ?= .venv/oldest-vllm
+VERIFIERS ?= .venv/verifiers
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 STAMP := .venv/.complete
 # Free space that setup asks for: .venv with the CPU build is 4.6 GiB, the tests' folders and compiled headers 1.5 more.
@@ -49,10 +50,11 @@ test-long: $(STAMP) ## other forms of what the tests prove, and long runs, some 
 	$(BIN)/python -m pytest -q -m long tests/engine/test_isolation.py
 	echo "make test-long: $$((SECONDS - started)) s"
 
-test-contracts: $(STAMP) ## what cotrain hooks into in a host's engine, in all vLLM sources it knows (1 GB, once)
-	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM)
+test-contracts: $(STAMP) ## what cotrain hooks into, in all vLLM sources it knows (1 GB, once) and in verifiers
+	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM) $(VERIFIERS)
 	VLLM_SOURCES=$(VLLM_SOURCES) $(BIN)/python -m pytest -q tests/contracts/signatures.py
 	OLDEST_VLLM=$(OLDEST_VLLM) $(BIN)/python -m pytest -q tests/contracts/oldest_version.py
+	VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest -q tests/contracts/verifiers_tasks.py
 
 lint: $(STAMP) ## ruff, mypy, the import contracts and the last times of the test files
 	$(BIN)/ruff check --quiet .

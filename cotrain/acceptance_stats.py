@@ -36,16 +36,22 @@ def counts_by_depth(rollouts: Iterable[Rollout]) -> list[list[int]]:
 def acceptance_by_place(rollouts: Iterable[Rollout]) -> dict[str, float]:
     """Return the acceptance length of each turn, turn_1 to turn_N, and of steps that begin in each part of the context, context_0 to
     context_32768 tokens, prompt included. A part without a step is left out, and what has one part alone."""
-    turns = defaultdict[int, SpeculationCounts](SpeculationCounts)
-    contexts = {context: SpeculationCounts() for context in CONTEXTS}
-    for _, number, starts, steps in _turns(rollouts):
+    turns, whole = defaultdict[int, SpeculationCounts](SpeculationCounts), list(rollouts)
+    for _, number, _, steps in _turns(whole):
         turns[number].update(steps)
-        _count(contexts, starts, steps)
     lengths = dict[str, float]()
-    for name, places in (("turn", turns), ("context", contexts)):
+    for name, places in (("turn", turns), ("context", counts_by_context(whole))):
         found = {f"{name}_{place}": counts.acceptance_length for place, counts in sorted(places.items()) if counts}
         lengths |= found if len(found) > 1 else {}
     return lengths
+
+
+def counts_by_context(rollouts: Iterable[Rollout]) -> dict[int, SpeculationCounts]:
+    """Count verification steps by the part of the context, prompt included, in which they begin: one of CONTEXTS each."""
+    counts = {context: SpeculationCounts() for context in CONTEXTS}
+    for _, _, starts, steps in _turns(rollouts):
+        _count(counts, starts, steps)
+    return counts
 
 
 def _turns(rollouts: Iterable[Rollout]) -> Iterator[tuple[Rollout, int, NDArray[np.int64], Sequence[tuple[int, int]]]]:

@@ -25,7 +25,7 @@ class EnvironmentActor(Actor):
         from cotrain.tasks.environments import TurnTemplate, load_factory
         from cotrain.tasks.prompts import load_tokenizer
 
-        self._factory, self._template = load_factory(config.factory), TurnTemplate(load_tokenizer(Path(model)))
+        self._factory, self._template = load_factory(config), TurnTemplate(load_tokenizer(Path(model)))
         self._environments: dict[str, Any] = {}
 
     def begin(self, name: str, row: dict[str, Any]) -> None:
@@ -41,11 +41,15 @@ class EnvironmentActor(Actor):
 
     def reward(self, name: str) -> float:
         """Return the reward of a trajectory, and forget its environment."""
-        return float(self._environments.pop(name).reward())
+        reward = float(self._environments[name].reward())
+        self.forget(name)
+        return reward
 
     def forget(self, name: str) -> None:
-        """Forget the environment of a trajectory that has failed."""
-        self._environments.pop(name, None)
+        """Forget the environment of a trajectory, and close it if it can be."""
+        environment = self._environments.pop(name, None)
+        if hasattr(environment, "close"):
+            environment.close()
 
 
 def start_environments(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Tools | None:

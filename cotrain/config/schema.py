@@ -306,14 +306,16 @@ class EnvironmentTask(Section):
 
     type: Literal["environment"]
     """Kind of task."""
-    factory: str
+    factory: str | None = None
     """package.module:Class of an environment, which has the methods messages(), step(text) and reward()."""
+    verifiers: dict[str, Any] = Field(default_factory=dict)
+    """In place of a factory: the [env] table of verifiers, which names its task set, harness and runtime (pip install 'cotrain[verifiers]')."""
     path: str | None = None
     """json, jsonl or parquet file, folder or hub id, whose columns are the arguments of the factory. Default: `seed` alone, a number."""
     split: str = "train"
     """Split of a hub dataset; "train[:100]" takes its first 100 rows."""
     size: PositiveInt = 1000
-    """Number of distinct seeds where there is no path."""
+    """Number of distinct seeds where there is no path, and most tasks of verifiers."""
     max_turns: PositiveInt = 8
     """Most turns of a trajectory. rollout.max_new_tokens is the limit of all its tokens, those that tools answer included."""
     max_turn_tokens: PositiveInt | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cotrain.acceptance_stats import counts_of
+from cotrain.acceptance_stats import counts_by_context, counts_of
 from cotrain.config.schema import MIN_PROMPTS, DrafterConfig
 from cotrain.process.failures import RunFailure
 from cotrain.publish.acceptance import ExpectedAcceptance
@@ -110,10 +110,15 @@ def check_acceptance(
     tolerance = config.alarms.tolerance * (length - 1.0)
     bound = expected.lowest_served(counts.steps, num_prompts, tolerance, significance)
     numbers = {"served_length": served, "expected_length": length, "num_drafts": float(num_drafts), "bound": bound}
-    if served == 1.0 and (chance := collapse_probability(expected, counts, len(rollouts))) < significance:
-        what = f"no draft token was accepted in {num_drafts} verification steps, where an acceptance length of "
-        what += f"{length:.2f} is expected (chance {chance:.1g})"
-        return numbers, Alarm("acceptance_collapsed", what, numbers | {"chance": chance})
+    parts = counts_by_context(rollouts)
+    for context, part in {0: counts, **{start: part for start, part in parts.items() if start and part}}.items():
+        deep = [r for r in rollouts if len(r.prompt_token_ids) + len(r.token_ids) > context]
+        chance = collapse_probability(expected, part, len(deep)) if part.acceptance_length == 1.0 else 1.0
+        if chance < significance / (len(parts) if context else 1):
+            what = f"no draft token was accepted in {part.total()} verification steps"
+            what += f" with {context} tokens of context and more" if context else ""
+            what += f", where an acceptance length of {length:.2f} is expected (chance {chance:.1g})"
+            return numbers, Alarm("acceptance_collapsed", what, numbers | {"chance": chance})
     if 1.0 < served < bound and expected.num_prompts >= MIN_PROMPTS:
         what = f"served acceptance length {served:.3f} is below {bound:.3f}, where {length:.3f} is expected"
         return numbers, Alarm("acceptance_below_expected", what, numbers)

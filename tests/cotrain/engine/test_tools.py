@@ -30,6 +30,9 @@ class Shop:
 
     def reward(self):
         return len(self.said)
+
+    def close(self):
+        open(f"{self.item} was closed", "w").close()
 """
 
 SCRIPT = """
@@ -100,3 +103,5 @@ def test_a_tool_that_breaks_fails_its_own_trajectory_and_a_process_that_dies_wha
     assert found["wrong row"].startswith("TypeError") and "'thing'" in found["wrong row"]
     assert found["died"] == found["with it"] == "its process has died"
     assert found["lost with it"] == "KeyError: 'g'"
+    closed = {path.name[0] for path in tmp_path.glob("* was closed")}
+    assert closed == {"a", "b", "c", "d", "e", "j"}, "whether it ended or failed, but in the process that died"

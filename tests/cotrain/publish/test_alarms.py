@@ -96,6 +96,15 @@ def test_zero_acceptance_of_a_drafter_that_had_some_is_an_alarm() -> None:
     assert "KV cache" in ADVICE[alarm.name]["cause"] and "aux_layers" in ADVICE[alarm.name]["remedy"]
 
 
+def test_zero_acceptance_in_long_contexts_alone_is_an_alarm() -> None:
+    short, few = healthy(0.5), [r for r in dead() if r.prompt_id == "p0"]
+    deep = [replace(r, prompt_token_ids=[1] * 3000) for r in few]
+    [alarm] = check_step(evidence([*short, *deep]), DRAFTER, STEPS)
+    assert alarm.name == "acceptance_collapsed"
+    assert "in 320 verification steps with 2048 tokens of context and more" in alarm.what
+    assert alarms_of(evidence([*short, *few])) == [], "they are few, and as deep as the others"
+
+
 def test_zero_acceptance_of_a_random_drafter_is_none_at_any_step() -> None:
     assert alarms_of(evidence(dead(), expected=RANDOM_DRAFTER)) == []
     assert alarms_of(evidence(dead(), expected=None)) == []

@@ -126,7 +126,7 @@ def begun_by(prompt: str) -> str:
     ],
 )
 def test_the_calculator_of_the_example(said, answers, reward):
-    environment = load_factory(CALCULATOR)(seed=5)
+    environment = load_factory(task())(seed=5)
     a, b, c = map(int, re.findall(r"\d+", environment.messages()[-1]["content"]))
     numbers = {"a": a, "b": b, "c": c, "p": a * b, "r": a * b + c}
     for text, answer in zip(said, answers, strict=True):
@@ -146,7 +146,7 @@ def test_an_environment_for_trl_is_played(counters):
     prompt = build_task(counters, 0)[0]
     assert prompt.messages == [{"role": "user", "content": "Count up. It is 3 now."}]
     assert [tool["function"]["name"] for tool in prompt.tools] == ["add"]
-    environment = load_factory(counters.factory)(**prompt.answer)
+    environment = load_factory(counters)(**prompt.answer)
     call = '<tool_call>\n{"name": "%s", "arguments": {"number": %s}}\n</tool_call>'
     assert environment.step(call % ("add", 4)) == "7" and environment.step("And " + 2 * (call % ("add", 1))) == "8\n9"
     assert "KeyError: 'subtract'; the tools are add" in environment.step(call % ("subtract", 4))
