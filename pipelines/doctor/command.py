@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     functions = MACHINE | {
         "run": (partial(engine.run, folder, options.address), engine.REMEDIES["run"]),
         "verify": (partial(engine.verify, folder), engine.REMEDIES["verify"]),
+        "context": (partial(engine.context, folder), engine.REMEDIES["context"]),
         "sidecar": (partial(engine.sidecar, folder), engine.REMEDIES["sidecar"]),
     }
     wanted = {*options.only, *(["run"] if "verify" in options.only else [])}  # the drafter is that of the run

@@ -1,6 +1,7 @@
 """Checks of an engine: a short training run, `cotrain verify` of its drafter and `cotrain run`, all as a user starts them."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.mlflow_store import sqlite_uri
 from cotrain.run.provenance import machine
 from cotrain.run.rows import read_rows
-from drafters.files import read_object
+from drafters.files import read_object, write_json
 from pipelines.doctor.machine import output_of
 
 DRAFTER = ["drafter.model.draft_vocab_size=256", "drafter.updates_per_step=2", "drafter.batch_tokens=512"]
@@ -35,6 +36,32 @@ while not texts or ((read_json(current, Offer) or Offer()).version < 2 and time.
 print(sum(map(list.__ne__, texts[0], texts[-1])), "of 16 texts changed")
 """
 """An engine with vLLM's own defaults, on a GPU with model runner V2, generates the same until two drafters are swapped in."""
+CONTEXT = """
+import sys
+from vllm import LLM, SamplingParams
+
+model, dtype, start, end = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+engine = {"max_model_len": end + 64, "max_num_seqs": 1, "kv_cache_memory_bytes": 2**29, "enforce_eager": dtype == "float32"}
+llm = LLM(model, dtype=dtype, speculative_config=drafts, disable_log_stats=False, **engine)
+
+def counts():
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return [values["vllm:spec_decode_num_" + name] for name in ("drafts", "accepted_tokens")]
+
+lengths, before = [], counts()
+for tokens in (start, end):
+    prompt = {"prompt_token_ids": [40 + (7 * place) % 83 for place in range(tokens)]}
+    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=48, ignore_eos=True), use_tqdm=False)
+    after = counts()
+    lengths.append(1 + (after[1] - before[1]) / (after[0] - before[0]))
+    before = after
+print("lengths", *lengths)
+"""
+"""A policy that is its own drafter accepts nearly all drafts, at the start of its context and at its end."""
+SHORT, LONG = 64, {"cpu": 1900, "gpu": 33000}  # tokens before the first draft; many drafters end at 32,768 positions
+LEAST_ACCEPTED = 3.0  # of 4 tokens a step
+
 MOST_CHANGED = 4
 """Most texts that drafts may change, since 16-bit batches of another shape can resolve ties differently."""
 
@@ -42,6 +69,8 @@ REMEDIES = {
     "run": "Look up the error in the output, whose place is printed below. NCCL_DEBUG=INFO names links between GPUs that fail, and "
     "VLLM_USE_V2_MODEL_RUNNER=0 takes vLLM's older model runner.",
     "verify": "Do not speculate on this installation: run `cotrain verify`, with VLLM_USE_V2_MODEL_RUNNER=0 too, and report what fails.",
+    "context": "Keep rollout.max_prompt_tokens + max_new_tokens below the length that is named, and report this result: drafters fail without "
+    "a word in longer contexts here.",
     "sidecar": "Set VLLM_USE_V2_MODEL_RUNNER=0 for every host that the sidecar joins, and report this result.",
 }
 VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--distance", "0.15")
@@ -73,6 +102,20 @@ def verify(folder: Path) -> str:
             raise
         raise ValueError(read_object(report)["verdict"]) from problem
     return str(read_object(report)["verdict"])
+
+
+def context(folder: Path) -> str:
+    """Drafts are accepted at the end of a long context as at its start."""
+    model, length = folder / "long", LONG["gpu" if machine()["gpus"] else "cpu"]
+    shutil.copytree(resolve_model(TINY_MODEL), model)
+    config = read_object(model / "config.json")
+    write_json(model / "config.json", config | {"max_position_embeddings": length + 64})
+    output = output_of("-c", CONTEXT, str(model), _dtype(), str(SHORT), str(length))
+    first, last = map(float, re.findall(r"^lengths (\S+) (\S+)$", output, re.MULTILINE)[0])
+    found = f"{first:.2f} tokens a step after {SHORT} tokens of context, {last:.2f} after {length}, of 4"
+    if min(first, last) < LEAST_ACCEPTED:
+        raise ValueError(found)
+    return found
 
 
 def sidecar(folder: Path) -> str:
