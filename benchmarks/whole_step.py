@@ -3,8 +3,9 @@
     cotrain ablate configs/studies/whole_step/study.toml
     python -m benchmarks.whole_step [runs/whole-step]
 
-Tokens a second against the arm without speculation of the same seed, since arms write different text: of generation, and of
-whole steps, in which the policy's update, the drafter's scoring and training, swaps and the index count. Where a step's time
+Tokens a second against the arm without speculation of the same seed and as many requests at once, since arms write different
+text: of generation, and of whole steps, in which the policy's update, the drafter's scoring and training, swaps, checks and the
+index count, and validation does not. Where a step's time
 goes: generation, the policy's update with what is done beside it, what the drafter takes beyond it (its swap included), the
 policy's swap, and the rest. Means over seeds and their standard errors. Prints a Markdown table, and another one of the steps
 of an engine with one request, by draft length: milliseconds, also as a ratio to the arm without speculation.
@@ -39,16 +40,22 @@ def main() -> None:
         for arm in arms
     }
     finished = [(arm["name"], folder / r["folder"]) for arm in arms for r in arm["runs"] if r["status"] == "finished"]
-    [plain] = {name for name, run in finished if not read_run(run).speculates}
-    head = ["arm", "whole step", "generation", "acceptance length", "reward", "seconds a 1,000 tokens", *PARTS, "rest"]
+    records = {name: read_run(run) for name, run in finished}
+    batches = {name: record.settings.get("rollout.vllm.max_num_seqs") for name, record in records.items()}
+    plains = {batches[name]: name for name, record in records.items() if not record.speculates}
+    head = ["arm", "whole step", "generation", "acceptance length", "reward", "validation", "seconds a 1,000 tokens"]
+    head += [*PARTS, "rest"]
     print("| " + " | ".join(head) + " |\n|---|" + "--:|" * (len(head) - 1))
     for name, of_arm in runs.items():
+        if batches.get(name) not in plains:
+            continue  # it has not finished, or has nothing to be compared with
+        plain = plains[batches[name]]
         both = sorted(set(of_arm) & set(runs[plain]))
         cells = [
             spread([of_arm[s][what] / runs[plain][s][what] for s in both])
             for what in ("step_speed", "generation_speed")
         ]
-        cells += [spread([of_arm[s][what] for s in both]) for what in ("acceptance", "reward")]
+        cells += [spread([of_arm[s][what] for s in both]) for what in ("acceptance", "reward", "validation")]
         cells.append(f"{np.mean([1000 / of_arm[s]['step_speed'] for s in both]):.1f}")
         cells += [f"{np.mean([of_arm[s][part] for s in both]):.1%}" for part in [*PARTS, "rest"]]
         print(f"| {name} | {' | '.join(cells)} |")
@@ -57,8 +64,10 @@ def main() -> None:
         name: engine_steps([folder / r["folder"] for r in arm["runs"]]) for name, arm in zip(runs, arms, strict=True)
     }
     for name, table in steps.items():
+        if batches.get(name) not in plains:
+            continue
         for (kind, k), row in table.iterrows():
-            ratio = row["ms"] / steps[plain].loc[(kind, 0), "ms"]
+            ratio = row["ms"] / steps[plains[batches[name]]].loc[(kind, 0), "ms"]
             print(f"| {name} | {kind} | {k} | {row['num_steps']:.0f} | {row['ms']:.1f} | {ratio:.2f} |")
 
 
@@ -82,12 +91,14 @@ def totals(folder: Path) -> dict[str, float]:
     """Over all steps of a run: tokens a second, shares of the time, mean acceptance length, reward of the last third."""
     rows = read_run(folder).metrics
     rows["drafter_beyond_update"] = rows["time/learn_s"] - rows["time/update_s"]
-    tokens, seconds = rows["rollout/generated_tokens"].sum(), rows["time/step_s"].sum()
+    validation = rows["time/validation_s"].sum() if "time/validation_s" in rows else 0.0
+    tokens, seconds = rows["rollout/generated_tokens"].sum(), rows["time/step_s"].sum() - validation
     found = {"step_speed": tokens / seconds, "generation_speed": tokens / rows["time/generate_s"].sum()}
     found |= {part: rows[columns].sum().sum() / seconds for part, columns in PARTS.items()}
     found["rest"] = 1 - sum(found[part] for part in PARTS)
     found["acceptance"] = float(rows.get("rollout/acceptance_length", pd.Series([np.nan])).mean())
     found["reward"] = float(rows["policy/reward"].iloc[-len(rows) // 3 :].mean())
+    found["validation"] = float(rows.get("validation/reward", pd.Series([np.nan])).dropna().iloc[-1:].mean())
     return found
 
 
