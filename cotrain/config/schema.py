@@ -308,7 +308,7 @@ class EnvironmentTask(Section):
     """Kind of task."""
     factory: str | None = None
     """package.module:Class of an environment, which has the methods messages(), step(text) and reward()."""
-    verifiers: dict[str, Any] = Field(default_factory=dict)
+    verifiers: dict[str, Any] = {}
     """In place of a factory: the [env] table of verifiers, which names its task set, harness and runtime (pip install 'cotrain[verifiers]')."""
     path: str | None = None
     """json, jsonl or parquet file, folder or hub id, whose columns are the arguments of the factory. Default: `seed` alone, a number."""
