@@ -8,7 +8,7 @@ from pathlib import Path
 from cotrain.acceptance_stats import counts_of
 from cotrain.config.errors import ConfigError
 from cotrain.config.load import load_config
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import EnvironmentTask, RunConfig
 from cotrain.models.loading import resolve_model
 from cotrain.process.threads import num_cores
 from cotrain.records import Rollout, ScoredRollout
@@ -77,6 +77,8 @@ def _prepare(args: argparse.Namespace, scratch: Path) -> tuple[str, RunConfig, H
         raise ValueError(f"CONFIG: {run} is a policy's folder; give a configuration with [validation]")
     if config.validation is None:
         raise ValueError("validation: there is no such table; give a CONFIG that has it")
+    if isinstance(config.validation.task, EnvironmentTask):
+        raise ValueError("validation.task: an environment is scored by a run alone; give a CONFIG with another task")
     own = folder / "drafter" if (folder / "drafter").is_dir() else None
     policy = config.policy.model_copy(update={"model": str(folder)})
     config = config.model_copy(update={"policy": policy, "drafter": config.drafter if own else None})

@@ -1,5 +1,6 @@
 """The one client of all rollout engines. All calls but `start`, `begin_generate` and `share_history` wait."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ from cotrain.actors.policy import Policy
 from cotrain.actors.replicas import Method, Replicas, Watch
 from cotrain.config.schema import RunConfig
 from cotrain.engine.engine import RolloutEngine
+from cotrain.engine.speculation.draft_length import DraftLengths
 from cotrain.engine.tools import Tools
 from cotrain.engine.trajectories import TrajectoryEngine
 from cotrain.engine.worker import EngineWorker
 from cotrain.process.calls import P, Reply, T
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
-from cotrain.records import Rollout, RolloutRequest, SwapReport, WeightPayload
+from cotrain.records import Rollout, RolloutBatch, RolloutRequest, SwapReport, WeightPayload
 from cotrain.transport.nodes import Nodes
 from cotrain.weights.payload import WeightUpdateRefused
 from cotrain.weights.versions import CurrentWeights
@@ -92,6 +94,20 @@ class RolloutEngines(Replicas):
         batches = self._cluster.get([call.reference for call in calls])
         by_key = {(r.prompt_id, r.sample_index): r for batch in batches for r in batch.rollouts}
         return [by_key[request.prompt_id, request.sample_index] for request in requests]
+
+    def play(self, prompts: list[list[RolloutRequest]], rows: list[Any], tools: Tools) -> list[RolloutBatch]:
+        """Let the policy and held-out environments take turns, for each request of each prompt; engines take prompts in turn.
+
+        As in `generate`, nothing about acceptance is learnt meanwhile.
+        """
+        self.call_all(RolloutEngine.in_scheduler, DraftLengths.begin, False)
+        calls = [
+            self.begin(engine, TrajectoryEngine.play, requests, 0.0, row, tools)
+            for engine, requests, row in zip(itertools.cycle(self.in_dispatch), prompts, rows, strict=False)
+        ]
+        batches = self._cluster.get([call.reference for call in calls])
+        self.call_all(RolloutEngine.in_scheduler, DraftLengths.begin)
+        return batches
 
     def begin_generate(
         self, engine: int, requests: list[RolloutRequest], tap: float, together: tuple[int, int] = (0, 1),

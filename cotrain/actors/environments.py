@@ -52,15 +52,21 @@ class EnvironmentActor(Actor):
             environment.close()
 
 
-def start_environments(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Tools | None:
-    """Begin to start the processes of the environments; None for a task without."""
+def start_environments(
+    cluster: Cluster,
+    nodes: Nodes,
+    config: RunConfig,
+    prefix: str = "environments",
+    sampling: dict[str, Any] | None = None,
+) -> Tools | None:
+    """Begin to start the processes of the environments, in the roles of this prefix; None for a task without. sampling: see Tools."""
     if not isinstance(config.task, EnvironmentTask):
         return None
     task, actors = config.task, list[Any]()
-    for role in (role for role in roles_of(config) if role.startswith("environments")):
+    for role in (role for role in roles_of(config) if role.startswith(prefix)):
         environment = nodes.call(cluster.node_of[role], openmp_environment, 1)
         options = {"max_concurrency": MOST_STEPS, "max_restarts": -1}
         arguments: Sequence[Any] = (task, str(nodes.model_path))
         actors.append(cluster.start(EnvironmentActor, role, environment, *arguments, **options))
     turn_tokens = task.max_turn_tokens or config.rollout.max_new_tokens
-    return Tools(actors, task.max_turns, turn_tokens, task.step_timeout_s)
+    return Tools(actors, task.max_turns, turn_tokens, task.step_timeout_s, sampling)

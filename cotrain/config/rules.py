@@ -24,6 +24,13 @@ def broken_rules(config: RunConfig) -> list[str]:
         if isinstance(task, DatasetTask) and len(task.reward_weights) not in (0, len(task.reward)):
             number = f"{len(task.reward_weights)} do not fit the {len(task.reward)} of {field}.reward"
             lines.append(f"{field}.reward_weights: {number}; set one for each, or leave them out")
+        if isinstance(task, EnvironmentTask):
+            if (task.factory is None) == (not task.verifiers):
+                lines.append(
+                    f"{field}.factory: an environment is made by a factory or by {field}.verifiers; give one of them"
+                )
+            if task.verifiers and task.path is not None:
+                lines.append(f"{field}.path: verifiers has tasks of its own; leave it out")
     return lines + (_drafter_rules(config.drafter, config.rollout) if config.drafter else [])
 
 
@@ -85,16 +92,9 @@ def _lag_rules(config: RunConfig) -> Iterator[str]:
 
 def _engine_rules(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    if isinstance(config.task, EnvironmentTask):
-        if rollout.synchronous_batches:
-            what = (
-                "true makes batches the same in every run, which environments do not, as they answer when they are done"
-            )
-            yield f"rollout.synchronous_batches: {what}; leave it out"
-        if (config.task.factory is None) == (not config.task.verifiers):
-            yield "task.factory: an environment is made by a factory or by task.verifiers; give one of them"
-        if config.task.verifiers and config.task.path is not None:
-            yield "task.path: verifiers has tasks of its own; leave it out"
+    if isinstance(config.task, EnvironmentTask) and rollout.synchronous_batches:
+        what = "true makes batches the same in every run, which environments do not, as they answer when they are done"
+        yield f"rollout.synchronous_batches: {what}; leave it out"
     for key, message in engine_problems(rollout.vllm):
         if config.speculates or key in ALWAYS_REFUSED:
             yield f"rollout.vllm.{key}: {message}"

@@ -332,14 +332,13 @@ class EnvironmentTask(Section):
 
 
 AnyTask = Annotated[ReasoningGymTask | DatasetTask | EnvironmentTask, Field(discriminator="type")]
-HeldOutTask = Annotated[ReasoningGymTask | DatasetTask, Field(discriminator="type")]
 
 
 class ValidationConfig(Section):
     """Prompts that the policy is scored on as it trains, and is not trained on."""
 
-    task: HeldOutTask
-    """Prompts and rewards. A reasoning_gym task has other problems than the run's."""
+    task: AnyTask
+    """Prompts and rewards. A reasoning_gym task has other problems than the run's, and an environment without a path other seeds."""
     every: PositiveInt = 10
     """Score in every n-th step, and in the last."""
     num_prompts: PositiveInt = 64

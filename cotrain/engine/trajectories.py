@@ -146,7 +146,8 @@ class TrajectoryEngine(RolloutEngine):
                 failures.append(str(failure))
                 continue
             rollout = trajectory.rollout()
-            await self.add_history([rollout])
+            if tools.sampling is None:
+                await self.add_history([rollout])
             return Played(rollout, reward, attempt > 0, environment.seconds / (time.monotonic() - began))
         return None
 
@@ -163,7 +164,8 @@ class TrajectoryEngine(RolloutEngine):
             moved, versions = number > 0 and policy != versions, policy
             whole = taps and (self._is_first(request.prompt_id, policy) or moved)
             room = min(tools.max_turn_tokens, most - len(trajectory.token_ids))
-            options = {"max_tokens": room} | ({"skip_reading_prefix_cache": True} if whole else {})
+            options = {"max_tokens": room} | (tools.sampling or {})
+            options |= {"skip_reading_prefix_cache": True} if whole else {}
             prompt = {"prompt_token_ids": one.prompt_token_ids}
             queue = await self._engine.add_request(name, prompt, self._sampling(one, options))
             made = self._rollout(one, await queue.get())

@@ -30,6 +30,11 @@ class HeldOut:
         if not fields.temperature:
             self.sampling |= {"top_p": 1.0, "top_k": -1}
 
+    @property
+    def by_prompt(self) -> list[list[RolloutRequest]]:
+        """The requests of each prompt."""
+        return [self.requests[i : i + self.samples] for i in range(0, len(self.requests), self.samples)]
+
     def responses(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[Prompt, list[str]]]:
         """Yield each prompt with its responses. rollouts: in the order of the requests."""
         for i, prompt in enumerate(self.prompts):
@@ -37,7 +42,7 @@ class HeldOut:
 
     def figures(self, rollouts: Sequence[Rollout], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
         """Return means over all responses. rewards: of each prompt's responses. The standard error of their mean is over prompts."""
-        means = np.array(rewards).mean(axis=1)
+        means = np.array([np.mean(of_prompt) for of_prompt in rewards])
         return {
             "reward": float(means.mean()),
             "reward_error": float(means.std(ddof=1) / sqrt(len(means))) if len(means) > 1 else 0.0,

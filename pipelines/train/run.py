@@ -32,6 +32,7 @@ from cotrain.run.registry import first_drafter, pull_starts
 from cotrain.run.rows import read_rows
 from cotrain.run.run_dir import RunDir
 from cotrain.run.tracking import Tracker
+from cotrain.tasks.held_out import HeldOut
 from cotrain.tasks.prompts import load_tokenizer
 from cotrain.trainer.trainer import DrafterTrainer
 from cotrain.transport.nodes import Nodes
@@ -77,7 +78,9 @@ def start_roles(
     engines.receive_from(policy)
     tokenizer = load_tokenizer(nodes.model_path)
     if (held_out := config.held_out) is not None:
-        validation = Validation(config, Rewards(cluster, nodes, held_out, "validation"), reactor, tokenizer)
+        prompts = HeldOut(config, tokenizer)
+        played = start_environments(cluster, nodes, held_out, "validation", prompts.sampling)
+        validation = Validation(config, prompts, played or Rewards(cluster, nodes, held_out, "validation"), reactor)
     if state.step:
         policy.call(PolicyLearner.load, checkpoint / "policy")
     # A policy that does not train is in the model's folder.

@@ -19,6 +19,7 @@ from cotrain.run.checkpoint import RunState, latest_checkpoint, load_state
 from cotrain.run.console import Console
 from cotrain.run.rows import RowFile
 from cotrain.run.run_dir import RunDir
+from cotrain.tasks.held_out import HeldOut
 from cotrain.tasks.prompts import PromptOrder
 from cotrain.weights.versions import CurrentWeights
 from tests.cotrain import simulated_roles
@@ -65,7 +66,7 @@ def start(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         roles: Any = Roles(simulated_roles.Engines(world), [Rewards()], *learners, Reactor(), Nodes(tmp_path), current)  # type: ignore[arg-type]
         paths = (run_dir.metrics, run_dir.decisions, run_dir.stream, run_dir.steps)
         if config.validation is not None:
-            roles.validation = Validation(config, Rewards(), roles.reactor, TOKENIZER)  # type: ignore[arg-type]
+            roles.validation = Validation(config, HeldOut(config, TOKENIZER), Rewards(), roles.reactor)  # type: ignore[arg-type]
         files = [RowFile(path, state.step) for path in paths]
         prompts: Any = Prompts(task, order, TOKENIZER)  # type: ignore[arg-type]
         records: Any = Records(*files, Tracker(), Console(io.StringIO()))  # type: ignore[arg-type]

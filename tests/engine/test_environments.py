@@ -24,10 +24,13 @@ def events(root: Path, name: str, event: str | None = None) -> list[dict]:
 
 
 def test_turns_are_trained_on_and_the_engine_and_the_learner_agree_on_all_of_them(tmp_path: Path) -> None:
-    printed = train(tmp_path, *SETTINGS, "name=turns", "rollout.speculation.adaptive=false")
+    held_out = ["task.type=environment", "task.factory=tests.engine.talkative:Talkative", "num_prompts=3", "every=2"]
+    own = [f"validation.{field}" for field in held_out]
+    printed = train(tmp_path, *SETTINGS, "name=turns", "rollout.speculation.adaptive=false", *own)
     assert "greedy output with and without speculation" in printed and "DIFFERS" not in printed
     rows = metrics_of(tmp_path, "turns")
     assert [row["stream/failed_trajectories"] for row in rows] == [0, 0, 0]
+    assert [row.get("validation/response_length", 0) > 3 for row in rows] == [False, True, True], "three turns each"
     for row in rows:
         assert row["policy/rollout_log_prob_gap"] < 1e-4, "engine and learner read the same tokens before each"
         assert row["rollout/feature_holes"] == 0 and row["rollout/tapped_rollouts"] == 16

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from cotrain.engine.tools import Tools
 from cotrain.process.failures import TaskFailed
+from cotrain.records import Rollout, RolloutBatch, Versions
 from cotrain.run.checkpoint import latest_checkpoint
 from cotrain.run.rows import read_rows
 from cotrain.tasks.base import build_task
@@ -25,7 +27,7 @@ def rows(controller: Any) -> list[dict[str, Any]]:
 
 def test_the_served_policy_is_scored_every_few_steps_and_at_the_end(start: Any) -> None:
     controller = start(World(GOOD), steps=5, validation=VALIDATION)
-    controller.roles.validation.rewards.begin = lambda prompt, texts: [float(text) for text in texts]
+    controller.roles.validation.scorer.begin = lambda prompt, texts: [float(text) for text in texts]
     controller.run()
     assert [step for step, _ in scored(controller)] == [2, 4, 5]
     # Responses to prompt i have 3 i, 3 i + 1 and 3 i + 2 tokens, and are worth as much.
@@ -55,7 +57,7 @@ def test_problems_are_not_those_of_the_run(start: Any) -> None:
 
 def test_a_reward_that_raises_ends_the_run_once_the_step_is_recorded(start: Any) -> None:
     controller = start(World(GOOD), steps=5, validation=VALIDATION)
-    controller.roles.validation.rewards.failing = {"chain_sum-1"}
+    controller.roles.validation.scorer.failing = {"chain_sum-1"}
     with pytest.raises(TaskFailed, match="raised KeyError"):
         controller.run()
     assert [row["step"] for row in rows(controller)] == [1, 2] and scored(controller) == []
@@ -65,3 +67,24 @@ def test_a_reward_that_raises_ends_the_run_once_the_step_is_recorded(start: Any)
     resumed.roles.engines.world.step = 2
     resumed.run()
     assert [step for step, _ in scored(resumed)] == [4, 5]
+
+
+def test_a_held_out_environment_whose_trajectories_all_fail_ends_the_run_too(start: Any) -> None:
+    controller = start(World(GOOD), steps=5, validation=VALIDATION)
+    played = [
+        RolloutBatch([rollout(i)] * 3, [], 1.0, 3 * i, rewards=[0.0, 1.0, 0.5][:i], failures=("it broke",))
+        for i in range(4)
+    ]
+    controller.roles.validation.scorer = Tools([], 3, 8, 1.0, {"temperature": 0.0})
+    asked = list[Any]()
+    controller.roles.engines.play = lambda *what: asked.append(what) or (played if len(asked) > 1 else [played[2]] * 4)
+    with pytest.raises(TaskFailed, match=r"validation.task: .* failed in all of its trajectories: it broke"):
+        controller.run()
+    assert scored(controller) == [(2, 0.5)], "the mean of what could be played"
+    [prompts, answers, tools] = asked[0]
+    assert [len(requests) for requests in prompts] == [3] * 4 and len(answers) == 4
+    assert tools is controller.roles.validation.scorer
+
+
+def rollout(tokens: int) -> Rollout:
+    return Rollout("p", 0, [1], [2] * tokens, [0.0] * tokens, "", "stop", Versions(0, 0))
