@@ -175,7 +175,7 @@ class VerifiersEnvironment:
         return "\n".join(content_text(message.content) for message in new)
 
     def reward(self) -> float:
-        """Return the sum of the task's rewards. An agent that would go on is told that its limit is reached."""
+        """Return the sum of the task's rewards. To an agent that would go on, the policy says nothing more, until it ends."""
         if self._episode is None:
             self.begin()
         while self._question is not None:
