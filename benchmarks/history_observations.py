@@ -151,7 +151,8 @@ async def recorded(options: argparse.Namespace) -> list[list[tuple[Any, list[boo
                     running.append((Orders(i), Trajectory(RolloutRequest(f"p{i}", sample, prompt, None)), []))
             ended = list[tuple[Any, list[bool]]]()
             for number in range(5):
-                requests = [trajectory.turn(number) for _, trajectory, _ in running]
+                if not (requests := [trajectory.turn(number) for _, trajectory, _ in running]):
+                    break
                 made = (await engine.generate(requests, tap=0.0)).rollouts
                 going = []
                 for (environment, trajectory, repeats), turn in zip(running, made, strict=True):

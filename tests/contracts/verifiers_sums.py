@@ -14,10 +14,14 @@ class SumData(vf.TaskData):
     answer: str
 
 
-class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
+class SumTaskConfig(vf.TaskConfig):
+    tools: bool = True
+
+
+class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
     @classmethod
-    def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
-        return [Adding(vf.ToolsetConfig())]
+    def toolsets(cls, config: SumTaskConfig) -> list[vf.Toolset]:
+        return [Adding(vf.ToolsetConfig())] if config.tools else []
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
@@ -26,6 +30,7 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
 
 
 class SumsConfig(vf.TasksetConfig):
+    task: SumTaskConfig = SumTaskConfig()
     limit: int = 8
 
 

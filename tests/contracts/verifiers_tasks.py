@@ -71,7 +71,7 @@ def test_a_run_trains_on_trajectories_of_verifiers(tmp_path: Path) -> None:
     config.write_text(
         (ROOT / "configs" / "smoke.toml").read_text().partition("[task]")[0]
         + '[task]\ntype = "environment"\nsize = 4\nmax_turn_tokens = 12\nstep_timeout_s = 120\nnum_environments = 2\n'
-        + '[task.verifiers]\ntaskset = { id = "verifiers_sums" }\n'
+        + '[task.verifiers]\ntaskset = { id = "verifiers_sums", task = { tools = false } }\n'
         + '[task.verifiers.solver]\nharness = { id = "null" }\nruntime = { type = "subprocess" }\n'
     )
     settings = ["steps=2", "name=sums", f"run_root={tmp_path}", "rollout.synchronous_batches=false",
