@@ -6,15 +6,16 @@ positions 1 2 3 predict 4 5 6:
     token_ids   7 8 4 5        predictors  1 2 3        targets  4 5 6
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cotrain.policy.shared_prompts import input_tokens, mask_of, positions_and_parts, rows_of
 from cotrain.records import ScoredRollout
 
 
@@ -33,6 +34,18 @@ class MicroBatch:
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
     versions: Tensor  # [N] int64, policy version that generated each response token
     has_advantage: bool  # whether any advantage differs from 0
+    position_ids: Tensor | None = None  # [B, L] int64, and
+    mask: Tensor | None = (
+        None  # [B, 1, L, L] bool: of rows that several responses to a prompt share, see shared_prompts.py
+    )
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the policy's forward pass takes."""
+        found = {"token_ids": self.token_ids, "predictors": self.predictors, "targets": self.targets}
+        if self.mask is not None and self.position_ids is not None:
+            found |= {"attention_mask": self.mask, "position_ids": self.position_ids}
+        return found
 
 
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
@@ -49,24 +62,27 @@ def share_of_rank(minibatch: Sequence[ScoredRollout], rank: int, num_ranks: int)
 
 def num_input_tokens(scored: ScoredRollout) -> int:
     """Count the tokens that the model reads: prompt and response without the last token."""
-    return len(scored.rollout.prompt_token_ids) + len(scored.rollout.token_ids) - 1
+    return input_tokens([scored])
 
 
-def micro_batches(rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    rollouts: Sequence[ScoredRollout], micro_batch_tokens: int, device: torch.device, shares: bool = False
+) -> list[MicroBatch]:
     """Sort rollouts by length into right-padded micro-batches of at most micro_batch_tokens positions, padding included.
 
-    A rollout longer than that gets a micro-batch of its own.
+    A rollout longer than that gets a micro-batch of its own. shares: let responses to a prompt share a row where that is less work.
     """
-    batches: list[list[ScoredRollout]] = []
+    rows = rows_of(rollouts, micro_batch_tokens) if shares else [[scored] for scored in rollouts]
+    batches: list[list[list[ScoredRollout]]] = []
     positions = 0
-    for scored in sorted(rollouts, key=num_input_tokens, reverse=True):
-        length = num_input_tokens(scored)
-        # Rollouts come longest first, so the first rollout of a batch sets its row length.
-        added = num_input_tokens(batches[-1][0]) if batches else length
+    for row in sorted(rows, key=input_tokens, reverse=True):
+        length = input_tokens(row)
+        # Rows come longest first, so the first row of a batch sets its row length.
+        added = input_tokens(batches[-1][0]) if batches else length
         if not batches or positions + added > micro_batch_tokens:
             batches.append([])
             positions, added = 0, length
-        batches[-1].append(scored)
+        batches[-1].append(row)
         positions += added
     return [_micro_batch(batch, device) for batch in batches]
 
@@ -78,20 +94,23 @@ def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
     has_advantage in the backward pass too. batch: any other micro-batch.
     """
     nothing: dict[str, Any] = {name: value[:0] for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    nothing["token_ids"] = batch.token_ids[:1, :1]
+    nothing |= {"token_ids": batch.token_ids[:1, :1], "position_ids": None, "mask": None}
     return replace(batch, **nothing | {"rollouts": [], "has_advantage": has_advantage})
 
 
-def _micro_batch(rollouts: list[ScoredRollout], device: torch.device) -> MicroBatch:
-    rows = [torch.tensor(s.rollout.prompt_token_ids + s.rollout.token_ids[:-1]) for s in rollouts]
-    # Under causal attention no token sees the padding on its right, so no mask is needed.
-    token_ids = pad_sequence(rows, batch_first=True)
-    starts = range(0, token_ids.numel(), token_ids.shape[1])
+def _micro_batch(rows: list[list[ScoredRollout]], device: torch.device) -> MicroBatch:
+    texts = [[row[0].rollout.prompt_token_ids, *(s.rollout.token_ids[:-1] for s in row)] for row in rows]
+    # Under causal attention no token sees the padding on its right, so rows of single rollouts need no mask.
+    token_ids = pad_sequence([torch.tensor(list(chain(*row))) for row in texts], batch_first=True)
+    position_ids = mask = None
+    if any(len(row) > 1 for row in rows):
+        of_rows = [positions_and_parts(row) for row in rows]
+        position_ids = pad_sequence([positions for positions, _ in of_rows], batch_first=True).to(device)
+        mask = mask_of(pad_sequence([parts for _, parts in of_rows], batch_first=True).to(device))
+    rollouts = [scored for row in rows for scored in row]
     generated = [torch.tensor(scored.rollout.generated()) for scored in rollouts]
     lengths = torch.tensor([len(places) for places in generated])
-    # A token is predicted at the position before it.
-    firsts = [start + len(s.rollout.prompt_token_ids) - 1 for start, s in zip(starts, rollouts, strict=True)]
-    predictors = [first + places for first, places in zip(firsts, generated, strict=True)]
+    predictors = _predictors(rows, token_ids.shape[1], iter(generated))
     advantages = torch.tensor([scored.advantage for scored in rollouts], dtype=torch.float32)
     behaviour = _of_generated([s.rollout.log_probs for s in rollouts], generated).to(device)
     versions = [[s.versions.policy for s in r.rollout.segments for _ in range(*s[1:])] for r in rollouts]
@@ -107,7 +126,22 @@ def _micro_batch(rollouts: list[ScoredRollout], device: torch.device) -> MicroBa
         old_log_probs=behaviour,
         versions=_of_generated(versions, generated),
         has_advantage=any(scored.advantage != 0 for scored in rollouts),
+        position_ids=position_ids,
+        mask=mask,
     )
+
+
+def _predictors(rows: list[list[ScoredRollout]], row_length: int, generated: Iterator[Tensor]) -> list[Tensor]:
+    """Return where the generated tokens of each rollout are predicted: at the token before them, the first one at the prompt's last."""
+    predictors = []
+    for number, row in enumerate(rows):
+        start = number * row_length + len(row[0].rollout.prompt_token_ids) - 1
+        offset = 0
+        for scored in row:
+            places = next(generated)
+            predictors.append(start + places + offset * (places > 0))
+            offset += len(scored.rollout.token_ids) - 1
+    return predictors
 
 
 def _of_generated(values: Sequence[Sequence[Any]], generated: Sequence[Tensor]) -> Tensor:

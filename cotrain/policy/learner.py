@@ -27,6 +27,7 @@ from cotrain.policy import sharding
 from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
+from cotrain.policy.shared_prompts import can_share
 from cotrain.process.cluster import free_port
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.weights.digests import DigestedFile
@@ -96,6 +97,7 @@ class PolicyLearner:
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         policy = ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
+        self._shares = self._config.train and can_share(policy)
         if self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
             sharding.shard(policy)
             return policy
@@ -137,7 +139,7 @@ class PolicyLearner:
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
-        batches = [micro_batches(p, config.micro_batch_tokens, accelerator.device) for p in parts]
+        batches = [micro_batches(p, config.micro_batch_tokens, accelerator.device, self._shares) for p in parts]
         if self._sharded:
             # Each pass gathers the weights of every layer from all ranks, so all ranks must make the same passes.
             counts = torch.tensor([[len(part) for part in batches]], device=accelerator.device)
@@ -154,7 +156,7 @@ class PolicyLearner:
 
     @staticmethod
     def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return model(batch.token_ids, batch.predictors, batch.targets)
+        return model(**batch.inputs)
 
     def _forward_backward(self, batch: MicroBatch, denominator: int, last: bool) -> dict[str, Tensor]:
         """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""

@@ -99,9 +99,14 @@ class ResponseLogProbs(nn.Module):
         with torch.autocast(token_ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return self.model.base_model(input_ids=token_ids, use_cache=False, return_dict=True, **kwargs)
 
-    def forward(self, token_ids: Tensor, predictors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs [N] and entropy [N] of `targets` at the temperature; flat positions `predictors` [N] predict them."""
-        hidden = self.last_hidden(token_ids).last_hidden_state
+    def forward(
+        self, token_ids: Tensor, predictors: Tensor, targets: Tensor, **options: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs [N] and entropy [N] of `targets` at the temperature; flat positions `predictors` [N] predict them.
+
+        options: positions and mask of rows that several responses share.
+        """
+        hidden = self.last_hidden(token_ids, **options).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, predictors)
         head = self.model.get_output_embeddings().weight
         return HeadLogProbs.apply(rows, head, targets, self.temperature, self.dtype)

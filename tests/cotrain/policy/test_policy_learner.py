@@ -173,10 +173,10 @@ def test_a_corrected_update_weighs_each_rollout_by_what_the_engine_got_wrong(
     forwards = 0
     forward = ResponseLogProbs.forward
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **named: Any) -> Any:
         nonlocal forwards
         forwards += 1
-        return forward(*arguments)
+        return forward(*arguments, **named)
 
     monkeypatch.setattr(ResponseLogProbs, "forward", counted)
     metrics = corrected.update(rollouts)
