@@ -22,9 +22,8 @@ class Tools(NamedTuple):
     max_turns: int
     max_turn_tokens: int
     step_timeout_s: float
-    sampling: dict[str, Any] | None = (
-        None  # in place of the run's, of held-out trajectories, which engines do not learn from
-    )
+    sampling: dict[str, Any] | None = None
+    """In place of the run's, for held-out trajectories, which engines do not learn from."""
 
     def of(self, name: str, number: int) -> "TrajectoryTools":
         """Return what answers the trajectory of this name, in one of the processes. number: chooses the process."""

@@ -7,7 +7,7 @@ positions 1 2 3 predict 4 5 6:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -34,18 +34,13 @@ class MicroBatch:
     old_log_probs: Tensor | None  # [N] float32, denominator of the importance ratio; None: the current policy
     versions: Tensor  # [N] int64, policy version that generated each response token
     has_advantage: bool  # whether any advantage differs from 0
-    position_ids: Tensor | None = None  # [B, L] int64, and
-    mask: Tensor | None = (
-        None  # [B, 1, L, L] bool: of rows that several responses to a prompt share, see shared_prompts.py
-    )
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    """position_ids [B, L] int64 and attention_mask [B, 1, L, L] bool, if responses to a prompt share a row; see shared_prompts.py."""
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """What the policy's forward pass takes."""
-        found = {"token_ids": self.token_ids, "predictors": self.predictors, "targets": self.targets}
-        if self.mask is not None and self.position_ids is not None:
-            found |= {"attention_mask": self.mask, "position_ids": self.position_ids}
-        return found
+        return {"token_ids": self.token_ids, "predictors": self.predictors, "targets": self.targets} | self.shared
 
 
 def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[list[ScoredRollout]]:
@@ -94,7 +89,7 @@ def empty_micro_batch(batch: MicroBatch, has_advantage: bool) -> MicroBatch:
     has_advantage in the backward pass too. batch: any other micro-batch.
     """
     nothing: dict[str, Any] = {name: value[:0] for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    nothing |= {"token_ids": batch.token_ids[:1, :1], "position_ids": None, "mask": None}
+    nothing |= {"token_ids": batch.token_ids[:1, :1], "shared": {}}
     return replace(batch, **nothing | {"rollouts": [], "has_advantage": has_advantage})
 
 
@@ -102,11 +97,11 @@ def _micro_batch(rows: list[list[ScoredRollout]], device: torch.device) -> Micro
     texts = [[row[0].rollout.prompt_token_ids, *(s.rollout.token_ids[:-1] for s in row)] for row in rows]
     # Under causal attention no token sees the padding on its right, so rows of single rollouts need no mask.
     token_ids = pad_sequence([torch.tensor(list(chain(*row))) for row in texts], batch_first=True)
-    position_ids = mask = None
+    shared = dict[str, Tensor]()
     if any(len(row) > 1 for row in rows):
         of_rows = [positions_and_parts(row) for row in rows]
-        position_ids = pad_sequence([positions for positions, _ in of_rows], batch_first=True).to(device)
-        mask = mask_of(pad_sequence([parts for _, parts in of_rows], batch_first=True).to(device))
+        positions, parts = (pad_sequence([one[i] for one in of_rows], batch_first=True).to(device) for i in range(2))
+        shared = {"position_ids": positions, "attention_mask": mask_of(parts)}
     rollouts = [scored for row in rows for scored in row]
     generated = [torch.tensor(scored.rollout.generated()) for scored in rollouts]
     lengths = torch.tensor([len(places) for places in generated])
@@ -126,8 +121,7 @@ def _micro_batch(rows: list[list[ScoredRollout]], device: torch.device) -> Micro
         old_log_probs=behaviour,
         versions=_of_generated(versions, generated),
         has_advantage=any(scored.advantage != 0 for scored in rollouts),
-        position_ids=position_ids,
-        mask=mask,
+        shared=shared,
     )
 
 

@@ -97,7 +97,7 @@ class PolicyLearner:
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         policy = ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
-        self._shares = self._config.train and can_share(policy)
+        policy.shares_prompts = self._config.train and can_share(policy)
         if self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
             sharding.shard(policy)
             return policy
@@ -139,7 +139,8 @@ class PolicyLearner:
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
-        batches = [micro_batches(p, config.micro_batch_tokens, accelerator.device, self._shares) for p in parts]
+        size, shares = config.micro_batch_tokens, self._policy.shares_prompts
+        batches = [micro_batches(part, size, accelerator.device, shares) for part in parts]
         if self._sharded:
             # Each pass gathers the weights of every layer from all ranks, so all ranks must make the same passes.
             counts = torch.tensor([[len(part) for part in batches]], device=accelerator.device)

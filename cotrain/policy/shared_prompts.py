@@ -34,19 +34,18 @@ def rows_of(rollouts: Sequence[ScoredRollout], most: int) -> list[list[ScoredRol
     Work that grows with tokens always becomes less. Attention grows with their square, so a row is shared if its square is not above the
     sum of theirs: with 4 samples, if responses are half as long as the prompt or shorter.
     """
-    by_prompt, rows, most = (
-        defaultdict[tuple[int, ...], list[ScoredRollout]](list),
-        list[list[ScoredRollout]](),
-        min(most, LONGEST),
-    )
+    by_prompt, rows = defaultdict[tuple[int, ...], list[ScoredRollout]](list), list[list[ScoredRollout]]()
     for scored in rollouts:
         by_prompt[tuple(scored.rollout.prompt_token_ids)].append(scored)
-    for group in by_prompt.values():
-        parts: list[list[ScoredRollout]] = [[]]
+    for prompt, group in by_prompt.items():
+        parts, room = list[list[ScoredRollout]](), 0
         for scored in group:
-            if parts[-1] and input_tokens([*parts[-1], scored]) > most:
+            added = len(scored.rollout.token_ids) - 1
+            if not parts or added > room:
                 parts.append([])
+                room = min(most, LONGEST) - len(prompt)
             parts[-1].append(scored)
+            room -= added
         for part in parts:
             pays = input_tokens(part) ** 2 <= sum(input_tokens([scored]) ** 2 for scored in part)
             rows += [part] if pays else [[scored] for scored in part]
@@ -75,10 +74,8 @@ def can_share(policy: ResponseLogProbs) -> bool:
     A model with other layers than full attention carries something from token to token, or sees a window of them, and cannot.
     """
     config = policy.model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if {*(getattr(config, "layer_types", None) or ())} - {"full_attention"} or (
-        window is not None and window < LONGEST
-    ):
+    kinds, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
+    if {*kinds} - {"full_attention"} or (window is not None and window < LONGEST):
         return False
     prompt, first, second = [3, 5, 7, 11, 13], [17, 19, 23], [29, 31]
     parts = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2])
