@@ -46,7 +46,7 @@ def main() -> None:
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(options.rounds + 1):
             for shares in (True, False):
-                learner._policy.shares_prompts = shares
+                learner._shares = shares
                 started = time.perf_counter()
                 learner.update(rollouts)
                 seconds[shares].append(time.perf_counter() - started)

@@ -66,7 +66,6 @@ class PolicyLearner:
         self._config, self._rollout, self._model_path = config, rollout, Path(model_path)
         self.policy_version = 0  # number of update() calls that led to the current weights
         self._sender: Any = None  # vLLM's sender, once engines are connected
-        self._sharded = config.sharding is not None
         # A forward pass without gradients on one rank must not wait for the others to broadcast buffers. ResponseLogProbs
         # sets autocast itself, for the frozen reference too.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
@@ -97,7 +96,7 @@ class PolicyLearner:
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         policy = ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
-        policy.shares_prompts = self._config.train and can_share(policy)
+        self._shares = self._config.train and can_share(policy)  # before FSDP, whose weights are not whole
         if self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
             sharding.shard(policy)
             return policy
@@ -139,8 +138,7 @@ class PolicyLearner:
         config, accelerator = self._config, self._accelerator
         share = share_of_rank(minibatch, accelerator.process_index, accelerator.num_processes)
         parts = [[s for s in share if s.advantage == 0], [s for s in share if s.advantage != 0]]
-        size, shares = config.micro_batch_tokens, self._policy.shares_prompts
-        batches = [micro_batches(part, size, accelerator.device, shares) for part in parts]
+        batches = [micro_batches(p, config.micro_batch_tokens, accelerator.device, self._shares) for p in parts]
         if self._sharded:
             # Each pass gathers the weights of every layer from all ranks, so all ranks must make the same passes.
             counts = torch.tensor([[len(part) for part in batches]], device=accelerator.device)
@@ -260,6 +258,10 @@ class PolicyLearner:
             return None
         draws = partial(response_draws, self._policy.model, sampling=sampling, logit_tolerance=logit_tolerance)
         return [self._policy.with_weights(partial(draws, r.prompt_token_ids, r.token_ids)) for r in rollouts]
+
+    @property
+    def _sharded(self) -> bool:
+        return self._config.sharding is not None
 
     @property
     def _is_needed(self) -> bool:

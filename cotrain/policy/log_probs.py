@@ -89,7 +89,6 @@ class ResponseLogProbs(nn.Module):
         self.model = model
         self.temperature = temperature
         self.dtype = dtype
-        self.shares_prompts = False  # whether responses to a prompt may share a row, see shared_prompts.py
 
     def with_weights(self, function: Callable[[], T]) -> T:
         """Return function(), which may use the model directly: FSDP gathers weights around this method as around forward."""

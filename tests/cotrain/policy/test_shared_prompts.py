@@ -78,8 +78,8 @@ def test_an_update_is_that_of_rows_of_their_own(tiny_model: str) -> None:
     found = []
     for shares in (True, False):
         learner = make_learner(tiny_model, kl_coefficient=0.1)
-        assert learner._policy.shares_prompts, "the tiny model can"
-        learner._policy.shares_prompts = shares
+        assert learner._shares, "the tiny model can"
+        learner._shares = shares
         metrics = learner.update(groups(tiny_model, zero=True))
         found.append((metrics, [parameter.detach().clone() for parameter in learner._policy.parameters()]))
     (shared, weights), (alone, own) = found
