@@ -1,6 +1,7 @@
 """Responses to a prompt in one row: the same log-probs and the same update as in rows of their own."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,17 @@ def test_an_update_is_that_of_rows_of_their_own(tiny_model: str) -> None:
 def test_layers_that_carry_or_see_otherwise_share_nothing(name: str, can: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32).eval()
     assert can_share(ResponseLogProbs(model, 1.0, torch.float32)) is can
-    model.config.get_text_config().layer_types = None  # the trial itself, whatever the configuration says
-    model.config.get_text_config().sliding_window = None
-    if name == "tiny:qwen3_5":
-        assert not can_share(ResponseLogProbs(model, 1.0, torch.float32))
+
+
+class IgnoresMasks(ResponseLogProbs):
+    """As recurrent layers do, which a model's configuration may not name."""
+
+    def last_hidden(self, token_ids: torch.Tensor, **options: torch.Tensor) -> Any:
+        return super().last_hidden(token_ids, **{name: v for name, v in options.items() if name != "attention_mask"})
+
+
+def test_a_model_that_carries_something_past_the_mask_is_found_by_trying(tiny_model: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert can_share(ResponseLogProbs(model, 1.0, dtype))
+        assert not can_share(IgnoresMasks(model, 1.0, dtype))
