@@ -3,10 +3,11 @@
 import shlex
 import sys
 from importlib.metadata import distributions
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import PolicyConfig, RunConfig
 from cotrain.models.loading import config_folder
 from cotrain.process.cluster import place, weight_transfer
 from cotrain.process.placement import bundles_of, nodes_for, roles_of
@@ -15,6 +16,7 @@ from drafters.mtp.formats import without_head
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
+HELD = "float32 weights, gradients and AdamW's two moments"
 TRAINED, FROZEN = 16, 4
 """Bytes a learner holds of each parameter: float32 weight, gradient and AdamW's two moments; or the weight alone."""
 
@@ -68,10 +70,9 @@ def _memory(config: RunConfig, folder: Path) -> list[str]:
     from drafters.base import TargetSpec
     from drafters.build import DRAFTERS
 
-    policy, learner = policy_on_meta(folder), config.policy
+    policy = policy_on_meta(folder)
     dtype, value = config.rollout.dtype, BYTES[config.rollout.dtype]
-    trained, own = "float32 weights, gradients and AdamW's two moments", list[str]()
-    served = policy_bytes = policy.num_parameters() * value
+    own, served = list[str](), policy.num_parameters() * value
     if config.drafter is not None:
         kind = DRAFTERS[config.drafter.model.type]
         with torch.device("meta"):
@@ -83,23 +84,43 @@ def _memory(config: RunConfig, folder: Path) -> list[str]:
         versions = config.drafter.buffer.max_age + config.stream.max_policy_lag + 2
         size = TRAINED * num_own + versions * sum(matrix.numel() for matrix in matrices) * value
         own.append(
-            f"  drafter {size / GIB:.1f} GiB: {trained} of {num_own:,} parameters; embedding and head of the policy in {dtype}, "
+            f"  drafter {size / GIB:.1f} GiB: {HELD} of {num_own:,} parameters; embedding and head of the policy in {dtype}, "
             f"up to {versions} versions"
         )
-    parts = learner.num_processes if learner.sharding else 1
-    reference = ", and the reference of policy.kl_coefficient" if learner.kl_coefficient else ""
-    held = (TRAINED + (FROZEN if reference else 0)) * policy.num_parameters() / parts
-    if not learner.train:
-        trained, reference, held = "float32 weights", "", FROZEN * policy.num_parameters() / parts
+    learner, sent_parameters = _of_learner(config.policy, policy)
     return [
         "Memory on a GPU of each role, without activations:",
         f"  rollout {served / config.rollout.tensor_parallel_size / GIB:.1f} GiB: weights of policy and drafter in {dtype}; keys "
         "and values take the rest of rollout.vllm.gpu_memory_utilization",
-        f"  policy {held / GIB:.1f} GiB: {trained} of {policy.num_parameters():,} parameters{reference}"
-        + f", one of {parts} parts" * (parts > 1),
+        learner,
         *own,
-        f"Each step sends {policy_bytes / GIB:.1f} GiB of the policy in {dtype} to each engine",
+        f"Each step sends {sent_parameters * value / GIB:.1f} GiB of the policy in {dtype} to each engine",
     ]
+
+
+def _of_learner(config: PolicyConfig, policy: Any) -> tuple[str, int]:
+    """The line of the learner's memory, and how many parameters each step sends. policy: on the meta device; adapters are added to it."""
+    from cotrain.policy.adapters import add_adapters
+    from cotrain.policy.sharding import changing_names, layout
+
+    total = sent = policy.num_parameters()
+    parts = config.num_processes if config.sharding else 1
+    reference = ", and the reference of policy.kl_coefficient" if config.kl_coefficient and config.train else ""
+    text, held = f"{HELD} of {total:,} parameters", (TRAINED + (FROZEN if reference else 0)) * total
+    if not config.train:
+        text, held = f"float32 weights of {total:,} parameters", FROZEN * total
+    elif config.lora is not None:
+        add_adapters(policy, config.lora, config.model, 0)
+        own = policy.num_parameters() - total
+        text, held, reference = (
+            f"float32 weights of {total:,} parameters, and {HELD} of {own:,}",
+            FROZEN * total + TRAINED * own,
+            "",
+        )
+        text += " in adapters"
+        sent = sum(prod(shape) for shape, _ in layout(policy, policy.dtype, changing_names(policy)).values())
+    line = f"  policy {held / parts / GIB:.1f} GiB: {text}{reference}"
+    return line + f", one of {parts} parts" * (parts > 1), sent
 
 
 def serve_command(model: str | Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from cotrain.config.errors import ConfigError, did_you_mean
 from cotrain.config.load import INIT, load_config, to_toml
 from cotrain.config.lossless_guard import environment_problems, model_runner_problems
-from cotrain.config.schema import DatasetTask, DrafterConfig, ReasoningGymTask, RunConfig
+from cotrain.config.schema import DatasetTask, DrafterConfig, LoraConfig, PolicyConfig, ReasoningGymTask, RunConfig
 from cotrain.config.surroundings import cache_problems, nearest
 from cotrain.models.capability import drafter_problems
 from cotrain.models.loading import config_folder, has_to_be_fetched, native_head, resolve_model, serving_problems
@@ -34,7 +34,7 @@ from cotrain.tasks.rewards import load_reward
 from drafters.files import read_config, safetensors_header, text_fields, weight_files
 from pipelines.help import CommandParser
 from pipelines.models import facts
-from pipelines.plan import BYTES, GIB, plan
+from pipelines.plan import BYTES, GIB, plan, policy_on_meta
 
 TRAINING_BYTES = 12  # bytes a checkpoint keeps per policy parameter: float32 weight and two AdamW moments
 POLICY_UPDATES_HELD = 2
@@ -131,6 +131,8 @@ def find_problems(
     if model is None:
         return problems
     problems += _problems(_check_model, config, model)
+    if config.policy.lora is not None and config.policy.train:
+        problems += _problems(_check_adapters, config.policy, config.policy.lora, model)
     if trains and config.policy.train and on_this_machine:
         problems += _problems(_check_space, config, model)
     if drafter is not None:
@@ -228,12 +230,19 @@ def _check_model(config: RunConfig, model: Path) -> Iterator[str]:
         )
 
 
+def _check_adapters(policy: PolicyConfig, lora: LoraConfig, model: Path) -> None:
+    """The model has the modules that get adapters."""
+    from cotrain.policy.adapters import add_adapters
+
+    add_adapters(policy_on_meta(model), lora, policy.model, 0)
+
+
 def _check_space(config: RunConfig, model: Path) -> Iterator[str]:
     """The run root holds the checkpoints, and shared memory the policy updates."""
     tensors = (tensor for path in weight_files(model) for tensor in safetensors_header(path).values())
     parameters = sum(prod(tensor["shape"]) for tensor in tensors)
     copies = config.checkpoint.keep_last + 1  # the next checkpoint is written before the oldest is deleted
-    if short := _shortage(config.run_root, copies * parameters * TRAINING_BYTES):
+    if config.policy.lora is None and (short := _shortage(config.run_root, copies * parameters * TRAINING_BYTES)):
         fix = "lower checkpoint.keep_last, or set run_root to a larger disk"
         yield f"run_root: {copies} checkpoints of {config.policy.model} take {short}; {fix}"
     updates = POLICY_UPDATES_HELD * parameters * BYTES[config.rollout.dtype]

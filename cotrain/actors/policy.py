@@ -115,5 +115,5 @@ def start_policy(cluster: Cluster, nodes: Nodes, config: RunConfig) -> Policy:
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # FSDP shards over GPUs wherever it sees any
         actors.append(cluster.start(PolicyActor, role, environment))
     model_path, device = str(nodes.model_path), engine_device()
-    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, device)
+    create = partial(PolicyLearner, config.policy, config.rollout, model_path, config.steps, device, config.seed)
     return Policy(cluster, actors, first, create)

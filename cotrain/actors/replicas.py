@@ -91,6 +91,7 @@ class Replicas(ABC):
                 scratch=str(self._nodes.scratch[node] / _role(i)),
                 versions=self._current.versions,
                 weight_transfer=policy.weight_transfer if policy.sends_without_file else "files",
+                adapters=policy.lora is not None,
             )
             for i, node in enumerate(self.node_of)
         ]

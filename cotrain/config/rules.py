@@ -55,6 +55,8 @@ def _learner_rules(policy: PolicyConfig, rollout: RolloutConfig) -> Iterator[str
             " the engine's log-probs are then from another distribution than the learner's; "
             f"{fix}, or set top_p = 1 and top_k = 0"
         )
+    if policy.lora is not None and not policy.train:
+        yield "policy.lora: a policy that does not train has no adapters; leave it out, or set policy.train = true"
     # Both choices of policy.advantage compare the samples of one prompt with each other.
     if rollout.temperature == 0:
         fix = "set it above 0, for example 1.0"

@@ -39,6 +39,20 @@ class OptimizerConfig(Section):
     """Learning rate after warm-up; cosine falls to a tenth at the end of the run."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters that train in place of the policy's weights. Engines serve the policy with the adapters merged into it."""
+
+    rank: PositiveInt = 16
+    """Rank of the adapters."""
+    alpha: PositiveFloat = 32.0
+    """An adapter counts alpha / rank times."""
+    target_modules: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Names of the modules that get one, as peft reads them: a list of endings, a regular expression, or "all-linear" for every linear
+    layer but the head."""
+    dropout: Literal[0] = 0
+    """Rollouts are drawn without dropout, so adapters train without any."""
+
+
 class PolicyConfig(Section):
     """The policy and how it is trained (GRPO and its usual variants), with a field for each choice in which the variants differ."""
 
@@ -48,6 +62,8 @@ class PolicyConfig(Section):
     """Number format of the learner's arithmetic (bfloat16: autocast). Its master weights are always float32."""
     train: bool = True
     """Update the policy; False freezes it (a study of the drafter without drift)."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights. Default: all weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     num_processes: PositiveInt = 1
     """Learner processes (data parallel through Accelerate)."""

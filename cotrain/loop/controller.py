@@ -275,7 +275,7 @@ class Controller:
         drafter, nodes, version = self.roles.drafter, self.roles.nodes, self.versions.policy + 1
         if drafter is not None:
             # The trainer comes before the engines, so that it knows the new version when features of it arrive.
-            path = nodes.bring(payload.path, drafter.node)
+            path = None if self.config.policy.lora else nodes.bring(payload.path, drafter.node)
             self._heads = drafter.begin(DrafterTrainer.set_target_weights, path, version)
         swap = self.roles.engines.update_policy(payload, version)
         self.records.event(step, "policy swapped", version=version)

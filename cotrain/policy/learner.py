@@ -20,10 +20,10 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from cotrain.config.schema import PolicyConfig, RolloutConfig
+from cotrain.config.schema import LoraConfig, PolicyConfig, RolloutConfig
 from cotrain.lossless.emitted import Draws, response_draws
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
-from cotrain.policy import sharding
+from cotrain.policy import adapters, sharding
 from cotrain.policy.batching import MicroBatch, empty_micro_batch, micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import ResponseLogProbs
 from cotrain.policy.losses import by_lag, kl_estimate, loss_denominator, policy_loss, step_metrics
@@ -55,11 +55,13 @@ class PolicyLearner:
         model_path: str,
         total_steps: int,
         device: str = "cpu",
+        seed: int = 0,
     ):
         """Load the policy from model_path and join the other ranks.
 
-        total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". Raises
-        ValueError when the device is not there, or the number of ranks is not policy.num_processes.
+        total_steps counts update() calls and sets the length of a cosine schedule. device is "cpu" or "cuda". seed: that of new
+        adapters (policy.lora). Raises ValueError when the device is not there, the number of ranks is not policy.num_processes, or
+        the adapters do not fit the model.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no GPU; look at CUDA_VISIBLE_DEVICES")
@@ -80,21 +82,25 @@ class PolicyLearner:
                 "policy.sharding shards over a process group, also with one process; set RANK, LOCAL_RANK, WORLD_SIZE, "
                 "MASTER_ADDR and MASTER_PORT"
             )
-        self._policy = self._load_model(model_path)
+        self._policy = self._load_model(model_path, config.lora if config.train else None, seed)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(self._policy.model)
-        self._reference = None
-        if config.kl_coefficient > 0 and config.train:
-            self._reference = self._load_model(model_path).requires_grad_(False)
+        self._reference: ResponseLogProbs | None = None
+        if config.kl_coefficient > 0 and config.train:  # with adapters, the policy without them
+            base = self._policy if config.lora else self._load_model(model_path).requires_grad_(False)
+            self._reference = base
         updates = total_steps * config.minibatches
-        self._optimizer, self._scheduler = build_optimizer(self._policy.parameters(), config.optimizer, updates)
+        trained = (parameter for parameter in self._policy.parameters() if parameter.requires_grad)
+        self._optimizer, self._scheduler = build_optimizer(trained, config.optimizer, updates)
         # DDP's wrapper of the policy, if there is one.
         self._prepared = self._policy if self._sharded else self._accelerator.prepare_model(self._policy)
 
-    def _load_model(self, model_path: str) -> ResponseLogProbs:
+    def _load_model(self, model_path: str, lora: LoraConfig | None = None, seed: int = 0) -> ResponseLogProbs:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        if lora is not None:
+            adapters.add_adapters(model, lora, self._config.model, seed)
         policy = ResponseLogProbs(model.eval(), self._rollout.temperature, getattr(torch, self._config.dtype))
         self._shares = self._config.train and can_share(policy)  # before FSDP, whose weights are not whole
         if self._sharded:  # FSDP moves the model layer by layer and keeps only this rank's part
@@ -157,6 +163,11 @@ class PolicyLearner:
     def _log_probs(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return model(**batch.inputs)
 
+    @torch.no_grad()
+    def _reference_log_probs(self, reference: ResponseLogProbs, batch: MicroBatch) -> Tensor:
+        with adapters.without_adapters(reference.model):
+            return self._log_probs(reference, batch)[0]
+
     def _forward_backward(self, batch: MicroBatch, denominator: int, last: bool) -> dict[str, Tensor]:
         """Accumulate the gradient of one micro-batch. Returns values [N] of its tokens: their loss and what is logged."""
         # The last micro-batch always runs backward, because DDP exchanges the gradients in that pass.
@@ -165,9 +176,8 @@ class PolicyLearner:
         synced = last or self._sharded
         with contextlib.nullcontext() if synced else self._accelerator.no_sync(self._prepared):
             with torch.set_grad_enabled(with_gradient):
+                reference = None if self._reference is None else self._reference_log_probs(self._reference, batch)
                 log_probs, entropy = self._log_probs(self._prepared if with_gradient else self._policy, batch)
-                with torch.no_grad():
-                    reference = None if self._reference is None else self._log_probs(self._reference, batch)[0]
                 per_token, values = policy_loss(self._config, denominator, batch, log_probs, reference)
             if with_gradient:
                 # Gradients are averaged over the ranks; the loss is already normalised over all of them.
@@ -205,12 +215,13 @@ class PolicyLearner:
     def write_payload(self, path: str | Path) -> WeightPayload | None:
         """Write the weights for the engines to a file. Returns its description on rank 0. Raises OSError when the disk is full.
 
-        When the weights are sent without a file, this one holds only the embedding and the head, which the drafter trainer
-        needs, and other tensors in turn (see COMPARED_EVERY), which the engines compare with what they received.
+        With adapters, it holds what these change, without embedding and head. When the weights are sent without a file, this one
+        holds only the embedding and the head, which the drafter trainer needs, and other tensors in turn (see COMPARED_EVERY),
+        which the engines compare with what they received.
         """
-        model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), None
+        model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), self._sent
         if self._config.sends_without_file:
-            known = sharding.layout(model, dtype)
+            known = sharding.layout(model, dtype, names)
             names = {name for name in known if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
             names |= {*list(known)[self.policy_version % COMPARED_EVERY :: COMPARED_EVERY]}
         return sharding.write_weights(model, dtype, partial(write_tensors, path=path), names)
@@ -219,16 +230,16 @@ class PolicyLearner:
         """Prepare to send weights from memory to the engines; see policy_sender.connect."""
         from cotrain.engine import policy_sender
 
-        model, dtype = self._policy.model, getattr(torch, self._rollout.dtype)
-        whole = partial(sharding.whole_tensors, model, dtype)
-        source = policy_sender.PolicySource(sharding.layout(model, dtype), whole)
+        model, dtype, names = self._policy.model, getattr(torch, self._rollout.dtype), self._sent
+        whole = partial(sharding.whole_tensors, model, dtype, names)
+        source = policy_sender.PolicySource(sharding.layout(model, dtype, names), whole)
         rank, backend = self._accelerator.process_index, self._config.weight_transfer
         self._sender = policy_sender.connect(backend, rank, source, client, num_workers, address, free_port())
 
     def send_weights(self) -> int:
         """Send the weights to the connected engines, which must be paused. Returns the number of bytes."""
         self._sender.send_weights()
-        tensors = sharding.layout(self._policy.model, getattr(torch, self._rollout.dtype)).values()
+        tensors = sharding.layout(self._policy.model, getattr(torch, self._rollout.dtype), self._sent).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
 
     @torch.no_grad()
@@ -260,6 +271,11 @@ class PolicyLearner:
         return [self._policy.with_weights(partial(draws, r.prompt_token_ids, r.token_ids)) for r in rollouts]
 
     @property
+    def _sent(self) -> set[str] | None:
+        """The names of the tensors that updates carry; None for all."""
+        return sharding.changing_names(self._policy.model)
+
+    @property
     def _sharded(self) -> bool:
         return self._config.sharding is not None
 
@@ -271,21 +287,24 @@ class PolicyLearner:
     def save(self, folder: str | Path, weights: bool = True) -> None:
         """Write weights (a Hugging Face folder, float32) and everything an exact resume needs into one folder.
 
-        weights: False writes all but the tensors, and so does a policy that does not train. The model's own small files are copied,
-        since transformers refuses to save some that it reads.
+        With adapters, these alone are written, as peft does. weights: False writes all but the tensors, and so does a policy that does
+        not train. The model's own small files are copied, since transformers refuses to save some that it reads.
         """
         folder, model = Path(folder), self._policy.model
         if self._accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             for file in (self._model_path / name for name in (CONFIG, GENERATION_CONFIG)):
-                if file.is_file():
+                if file.is_file() and self._config.lora is None:
                     shutil.copyfile(file, folder / file.name)
             state = {"policy_version": self.policy_version, "scheduler": self._scheduler.state_dict()}
             with DigestedFile(folder / LEARNER_STATE) as state_file:
                 torch.save(state, state_file)
         if not (weights and self._config.train):
             return
-        sharding.write_weights(model, torch.float32, partial(save_tensors, path=folder / WEIGHTS))
+        if self._config.lora is None:
+            sharding.write_weights(model, torch.float32, partial(save_tensors, path=folder / WEIGHTS))
+        else:
+            adapters.save_adapters(model, folder, sharding.whole, self._accelerator.is_main_process)
         # Only after the weights: reading those reshards what FSDP leaves unsharded after a forward pass without gradients.
         sharding.save_optimizer(model, self._optimizer, folder)
         self._accelerator.wait_for_everyone()
@@ -297,8 +316,11 @@ class PolicyLearner:
         folder, model = Path(folder), self._policy.model
         if not self._config.train:
             return
-        weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+        if whole := self._config.lora is None:
+            weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        else:
+            weights = adapters.read_adapters(model, folder)
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=whole))
         sharding.load_optimizer(model, self._optimizer, folder)
         state = torch.load(folder / LEARNER_STATE, map_location="cpu", weights_only=True)
         self._scheduler.load_state_dict(state["scheduler"])

@@ -53,12 +53,12 @@ class HeadLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Return the gradients of hidden [N, H] and weight [V, H]; gradients[0] is d loss / d log-probs [N]."""
         hidden, weight, targets, log_normaliser = ctx.saved_tensors
         scaled, weight_cast = (hidden / ctx.temperature).to(ctx.dtype), weight.to(ctx.dtype)
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight)
+        weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # with adapters, the head is frozen
         for rows in _chunks(len(hidden), len(weight)):
             gradient = gradients[0][rows, None]
             logits = (scaled[rows] @ weight_cast.T).float()
@@ -66,6 +66,8 @@ class HeadLogProbs(torch.autograd.Function):
             logits_grad.scatter_add_(1, targets[rows, None], gradient)
             cast = logits_grad.to(ctx.dtype)
             hidden_grad[rows] = (cast @ weight_cast).to(hidden.dtype) / ctx.temperature
+            if weight_grad is None:
+                continue
             if ctx.dtype == weight.dtype:
                 weight_grad.addmm_(cast.T, scaled[rows])
             else:

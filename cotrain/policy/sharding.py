@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from cotrain.policy import adapters
 from cotrain.weights.digests import SUFFIX, DigestedFile
 from cotrain.weights.payload import Manifest, manifest_of
 
@@ -52,14 +53,22 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors by checkpoint name, without tied duplicates; floating-point tensors are cast to `dtype`.
 
-    names: yield only these. Collective: each parameter is cast, gathered from all ranks and released before the next one.
+    Adapters are merged. names: yield only these. Collective: each parameter is cast, gathered from all ranks and released before the
+    next one; an adapted one is gathered and merged in float32 and cast afterwards.
     """
+    adapted = adapters.adapters_of(model)
 
-    def whole(tensor: Tensor) -> Tensor:
-        cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
-        return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    def served(name: str, tensor: Tensor) -> Tensor:
+        if name in adapted:
+            return adapters.merged(tensor, adapted[name], whole).to(dtype)
+        return whole(tensor.to(dtype if tensor.is_floating_point() else tensor.dtype))
 
-    return _converted(model, whole, names)
+    return _converted(model, served, names)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor from all ranks if it is sharded. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def write_weights(
@@ -114,23 +123,40 @@ def load_optimizer(model: "PreTrainedModel", optimizer: Optimizer, folder: Path)
         set_optimizer_state_dict(model, optimizer, state)
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def _empty(name: str, tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _converted(
-    model: "PreTrainedModel", whole: Callable[[Tensor], Tensor], names: set[str] | None = None
+    model: "PreTrainedModel", of: Callable[[str, Tensor], Tensor], names: set[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `of` makes of each tensor of the base model, by checkpoint name. names: only these."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = set(model.all_tied_weights_keys)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in adapters.base_tensors(model):
         if name in tied:
             continue
-        if names is None or names & revert_weight_conversion(model, {name: _empty(tensor)}).keys():
-            yield from revert_weight_conversion(model, {name: whole(tensor.detach())}).items()
+        if names is None or names & revert_weight_conversion(model, {name: _empty(name, tensor)}).keys():
+            yield from revert_weight_conversion(model, {name: of(name, tensor.detach())}).items()
 
 
 def layout(model: "PreTrainedModel", dtype: torch.dtype, names: set[str] | None = None) -> Manifest:
     """Return the shape and dtype of each tensor that whole_tensors yields, without gathering anything."""
     return manifest_of(_converted(model, _empty, names), dtype)
+
+
+def changing_names(model: "PreTrainedModel") -> set[str] | None:
+    """Return the tensors that updates change: None for all, or with adapters those of each module that holds adapted layers."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not (touched := adapters.touched_modules(model)):
+        return None
+    inside = {
+        name: tensor
+        for name, tensor in adapters.base_tensors(model)
+        if name.rsplit(".", 2)[0] in touched and ".experts." not in name
+    }
+    return {
+        own for name, tensor in inside.items() for own in revert_weight_conversion(model, {name: _empty(name, tensor)})
+    }

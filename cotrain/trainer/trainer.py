@@ -111,12 +111,15 @@ class DrafterTrainer:
     def serving(self) -> ServingSpec:
         return self.drafter.serving
 
-    def set_target_weights(self, payload_path: str | Path, policy_version: int) -> None:
+    def set_target_weights(self, payload_path: str | Path | None, policy_version: int) -> None:
         """Read embedding and head of a policy version from a safetensors file in Hugging Face names, or a model folder.
 
-        Call it before features of that version come. Versions beyond max_policy_lag that none needs are forgotten.
+        payload_path: None for a version that has those of the version before, as with adapters. Call it before features of that version come. Versions beyond max_policy_lag that none needs are forgotten.
         """
-        weights = read_target_weights(payload_path, policy_version, self._target, self._device)
+        if payload_path is None:
+            weights = replace(self.target_weights[max(self.target_weights)], policy_version=policy_version)
+        else:
+            weights = read_target_weights(payload_path, policy_version, self._target, self._device)
         needed, oldest = self._buffer.policy_versions, policy_version - self._spec.max_policy_lag
         known = self.target_weights | {policy_version: weights}
         self.target_weights = {v: w for v, w in known.items() if v in needed or v >= oldest}

@@ -86,7 +86,10 @@ def start_roles(
     # A policy that does not train is in the model's folder.
     payload = policy.write_payload(nodes.scratch[policy.node] / POLICY_FILE) if config.policy.train else None
     if drafter is not None:
-        head = nodes.model_path if payload is None else nodes.bring(payload.path, drafter.node)
+        whole = (
+            payload if config.policy.lora is None else None
+        )  # adapters leave embedding and head as the model has them
+        head = nodes.bring(whole.path, drafter.node) if whole else nodes.model_path
         drafter.call(DrafterTrainer.set_target_weights, head, versions.policy)
     opened = tracker()
     cluster.get(loading)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor, multiprocessing
 from transformers import (
     AutoModelForCausalLM,
@@ -145,3 +146,9 @@ def served_state(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     """CPU copies of the weights in Hugging Face names and rollout.dtype, without tied duplicates."""
     tensors = whole_tensors(learner._policy.model, getattr(torch, learner._rollout.dtype))
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+
+
+def merged_by_peft(model_path: str, adapters: Path, dtype: str) -> dict[str, Tensor]:
+    """The weights, as they are sent, of a model into which peft has merged the adapters in a folder."""
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), adapters)
+    return dict(whole_tensors(adapted.merge_and_unload(), getattr(torch, dtype)))

@@ -22,6 +22,7 @@ VARIANTS = {
         "kl_coefficient": 0.1,
     },
     "token_sum": {"loss_aggregation": "seq_mean_token_sum", "old_log_probs": "recomputed"},
+    "adapters": {"lora": {"rank": 4}, "kl_coefficient": 0.1, "minibatches": 2},
     "corrected": {"old_log_probs": "recomputed", "behaviour_correction": "truncate", "behaviour_cap": 1.1},
 }
 

@@ -29,6 +29,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "recomputed": ("tiny_model", {"old_log_probs": "recomputed", "behaviour_correction": "mask", "minibatches": 2}),
     "checkpointed": ("untied_model", {"gradient_checkpointing": True}),
     "experts": ("experts_model", {}),
+    "adapters": ("tiny_model", {"lora": {"rank": 4}, "kl_coefficient": 0.1, "minibatches": 2}),
     "bfloat16": ("tiny_model", {"gradient_checkpointing": True, "dtype": "bfloat16"}),
 }
 """By name: the model and the fields of PolicyConfig."""
@@ -104,6 +105,9 @@ def stream(learner: PolicyLearner, file: Path) -> None:
     """Write the payload, and beside it the whole state as torch gathers it."""
     payload = learner.write_payload(file.with_suffix(".payload"))
     model = learner._policy.model
+    if learner._sent is not None:
+        learner.save(file.with_suffix(".saved"))
+        return
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if payload is not None:
         state = {name: whole[name].bfloat16() for name in whole if name not in model.all_tied_weights_keys}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_cases import ROLLOUT, free_ports, make_learner, make_rollouts, run_ranks, save_tiny_model
+from policy_cases import ROLLOUT, free_ports, make_learner, make_rollouts, merged_by_peft, run_ranks, save_tiny_model
 from policy_ddp_rank import one_advantage
 from policy_fsdp_rank import BFLOAT16, MICRO_BATCH_TOKENS, VARIANTS, Outcome, go_on, run_rank, use
 from safetensors.torch import load_file
@@ -113,12 +113,18 @@ def test_one_rank_alone_computes_to_the_bit_what_a_whole_learner_does(models: di
     assert_equal(read(folder / "alone_on"), go_on(whole, models["tiny_model"]))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS.keys() - {"adapters"})
 def test_the_streamed_file_is_the_cast_whole_state_byte_for_byte(folder: Path, name: str) -> None:
     written = folder / f"{name}.payload"
     assert written.read_bytes() == (folder / f"{name}.whole").read_bytes()
     digests = {key: digest(tensor) for key, tensor in load_file(written).items()}
     assert json.loads((folder / f"{name}.digests").read_text()) == digests
+
+
+def test_adapters_of_two_ranks_are_merged_as_peft_does(models: dict[str, str], folder: Path) -> None:
+    merged = merged_by_peft(models["tiny_model"], folder / "adapters.saved", "bfloat16")
+    sent = load_file(folder / "adapters.payload")
+    assert sent and all(torch.equal(tensor, merged[name]) for name, tensor in sent.items())
 
 
 def test_streaming_takes_little_memory_on_any_rank(folder: Path) -> None:
