@@ -29,6 +29,7 @@ class EngineSpec:
     scratch: str  # folder in shared memory for features and weights of this engine
     versions: Versions = field(default_factory=lambda: Versions(0, 0))
     weight_transfer: str = "files"  # how the policy's weights arrive, see PolicyConfig
+    adapters: bool = False  # whether the policy trains adapters, so that updates carry only what these change
     synthetic_rates: tuple[float, ...] = ()
     """By draft position, the share of drafts that is accepted whatever they are, for `cotrain bench --synthetic` alone: the text then
     means nothing, and no field of a configuration sets it. Empty: drafts are verified."""

@@ -4,6 +4,7 @@ A dispatch mode sees each copy: which strided box of which tensor goes to which 
 allocated, so a trace takes a hundredth to a tenth of a second. Each tensor-parallel rank records its own part.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -120,6 +121,15 @@ def _storage(tensor: Tensor) -> int:
 
 _TRACES: WeakKeyDictionary[nn.Module, tuple[Manifest, LoadTrace]] = WeakKeyDictionary()
 """The last trace of each model: updates of one layout need no other."""
+
+
+def names_by_module(trace: LoadTrace) -> dict[str, set[str]]:
+    """Return the names of the tensors that each module, by its path, is loaded from."""
+    names = defaultdict[str, set[str]](set)
+    for loaded in trace.loaded:
+        for path, _ in loaded.places:
+            names[path] |= {name for _, name, _ in loaded.copies}
+    return names
 
 
 def trace_of(model: nn.Module, layout: Manifest) -> LoadTrace:

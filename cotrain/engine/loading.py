@@ -5,7 +5,7 @@ the checkpoint.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cotrain.engine.cpu_packing import in_loaded_order, share_packed_weights, unpack
-from cotrain.engine.load_trace import Box, Loaded, LoadTrace, trace_of
+from cotrain.engine.load_trace import Box, Loaded, LoadTrace, names_by_module, trace_of
 from cotrain.weights.payload import manifest_of
 
 
@@ -23,17 +23,32 @@ def reload_weights(model: nn.Module, model_config: Any, tensors: dict[str, Tenso
     A plain load_weights fails on CPU, where linear weights live in packed form only. `finish_reload` runs even after an
     error: without it the model is left on the meta device and the next step kills the engine.
     """
+    _reload(model, model_config, tensors, [model])
+
+
+def reload_modules(model: nn.Module, model_config: Any, tensors: dict[str, Tensor]) -> None:
+    """Load the tensors of some modules in the same way, and leave all others untouched.
+
+    With the module around each, since attention computes further weights from those of its projections.
+    """
+    trace = trace_of(model, manifest_of(tensors.items()))
+    around = sorted({path.rpartition(".")[0] for path in names_by_module(trace)})
+    _reload(model, model_config, tensors, [model.get_submodule(path) for path in around])
+
+
+def _reload(model: nn.Module, model_config: Any, tensors: dict[str, Tensor], parts: list[nn.Module]) -> None:
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     trace = trace_of(model, manifest_of(tensors.items()))
-    initialize_layerwise_reload(model)
+    for part in parts:
+        initialize_layerwise_reload(part)
     try:
         with disable_mtp_completeness_check():
             model.load_weights(iter(tensors.items()))
         _load_what_was_lost(model, trace, tensors)
     finally:
-        finish_reload(model, model_config)
+        finish_reload(model, model_config, parts)
 
 
 def _load_what_was_lost(model: nn.Module, trace: LoadTrace, tensors: dict[str, Tensor]) -> None:
@@ -61,11 +76,15 @@ def _load_what_was_lost(model: nn.Module, trace: LoadTrace, tensors: dict[str, T
             tensor.weight_loader = loader
 
 
-def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """End what vLLM's initialize_layerwise_reload has begun, let tied weights share a packed copy, and renew copies of weights."""
+def finish_reload(model: nn.Module, model_config: Any, parts: Iterable[nn.Module] = ()) -> None:
+    """End what vLLM's initialize_layerwise_reload has begun, let tied weights share a packed copy, and renew copies of weights.
+
+    parts: the modules for which it was begun; none stands for the whole model.
+    """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    finalize_layerwise_reload(model, model_config)
+    for part in parts or [model]:
+        finalize_layerwise_reload(part, model_config)
     share_packed_weights(model)
     derive_again(model)
 

@@ -66,7 +66,7 @@ class VllmEngine:
         history, has_drafter = self.spec.rollout.history, self.spec.drafter_folder is not None
         draws = self.spec.rollout.draft_sample_method == "probabilistic"
         index = None if history is None else (history.max_bytes, draws)
-        await self.on_workers(EngineWorker.start, self.spec.scratch, has_drafter, index)
+        await self.on_workers(EngineWorker.start, self.spec.scratch, has_drafter, index, self.spec.adapters)
         await self._stamp(self.versions)
 
     async def shutdown(self) -> None:

@@ -1,7 +1,7 @@
 """What an engine serves, and how an update comes into force there."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cotrain.engine import loading
-from cotrain.engine.load_trace import trace_of
+from cotrain.engine.load_trace import names_by_module, trace_of
 from cotrain.weights.payload import WEIGHTS_UNKNOWN, Manifest, WeightUpdateRefused, digest, read_manifest, read_payload
 from drafters.files import text_tensors, weight_files
 
@@ -38,11 +38,15 @@ class ServedWeights:
     state before it stays too, so that an update which another engine has refused can be undone here.
     """
 
-    def __init__(self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None):
+    def __init__(
+        self, model: nn.Module, model_config: Any, kept: Path, target: nn.Module | None = None, adapters: bool = False
+    ):
         """model, model_config: vLLM's. target: the policy's model beside which a drafter serves; None for the policy itself.
 
-        kept: name of a hard link to the last good payload, on the payloads' file system; each rank has its own.
+        kept: name of a hard link to the last good payload, on the payloads' file system; each rank has its own. adapters: an update
+        carries the tensors that adapters change, and those that vLLM loads together with them; the others stay those of the checkpoint.
         """
+        self._adapters = adapters
         self.model, self._model_config, self._is_drafter = model, model_config, target is not None
         self._never_sent = ["rotary_emb.inv_freq"]  # endings of names of the checkpoint
         if target is not None:
@@ -72,7 +76,7 @@ class ServedWeights:
         def read() -> dict[str, Tensor]:
             self._new.unlink(missing_ok=True)
             os.link(path, self._new)
-            return read_payload(path, digests, self._expected())
+            return read_payload(path, digests, self._changed(digests) if self._adapters else self._expected())
 
         tensors = self.on_all_ranks(read)
         self._checked = path, digests, tensors
@@ -122,7 +126,8 @@ class ServedWeights:
 
     def last_good(self) -> dict[str, Tensor]:
         """The tensors of the last update, or of the checkpoint that the engine started from."""
-        files = [self._kept] if self._kept.exists() else weight_files(Path(self._model_config.model))
+        files = [] if self._kept.exists() and not self._adapters else weight_files(Path(self._model_config.model))
+        files += [self._kept] * self._kept.exists()
         found = {name: tensor for file in files for name, tensor in load_file(file).items()}
         return {name: found[name].to(dtype) for name, (_, dtype) in self._expected().items()}
 
@@ -147,13 +152,22 @@ class ServedWeights:
         return results[0]
 
     def _serve(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> None:
-        loading.reload_weights(self.model, self._model_config, tensors)
+        reload = loading.reload_modules if self._adapters else loading.reload_weights
+        reload(self.model, self._model_config, tensors)
         self._compare(tensors, columns, turn)
 
     def _compare(self, tensors: dict[str, Tensor], columns: int | None, turn: int) -> None:
         differing = loading.differing_tensors(self.model, tensors, columns, turn)
         if differing:
             raise WeightUpdateRefused(f"served weights differ from those sent: {differing[:4]}")
+
+    def _changed(self, names: Iterable[str]) -> Manifest:
+        """Those of the tensors that an update of adapters carries. Raises WeightUpdateRefused if others are loaded together with them."""
+        expected, changed = self._expected(), {*names}
+        for together in names_by_module(trace_of(self.model, expected)).values():
+            if changed & together and (missing := sorted(together - changed)):
+                raise WeightUpdateRefused(f"tensors missing: {missing[:4]}, which vLLM loads together with others")
+        return {name: expected[name] for name in expected if name in changed}
 
     def _expected(self) -> Manifest:
         """The tensors that an update must carry: those of the checkpoint that are sent."""

@@ -36,11 +36,12 @@ class EngineWorker:
         self.worker = worker
         self._writer, self._shards = ThreadPoolExecutor(1, "cotrain-features"), dict[str, Future[dict[str, float]]]()
 
-    def start(self, scratch: str, has_drafter: bool, history: tuple[int, bool] | None) -> None:
+    def start(self, scratch: str, has_drafter: bool, history: tuple[int, bool] | None, adapters: bool = False) -> None:
         """Get ready for updates, and hook into drafting where there is a drafter or a history.
 
         scratch: the engine's folder, where the ranks keep the last good weights; on the file system that updates are sent over.
-        history: (most bytes of the index of rollouts, whether its drafts are drawn), or None without an index.
+        history: (most bytes of the index of rollouts, whether its drafts are drawn), or None without an index. adapters: the policy
+        trains some.
         """
         follow_parent()
         self._has_history = history is not None
@@ -49,7 +50,7 @@ class EngineWorker:
             # vLLM compiles some small functions of the sampler all the same, in the first step, which takes 3 s.
             torch.compiler.set_stance("force_eager")
         target, kept = worker.get_model(), Path(scratch) / "kept" / f"rank_{worker.rank}"
-        policy = ServedWeights(target, worker.model_config, kept / "target")
+        policy = ServedWeights(target, worker.model_config, kept / "target", adapters=adapters)
         if worker.vllm_config.load_config.load_format != "dummy":  # which has no checkpoint
             policy.check_loading()
         self.weights = {False: policy}

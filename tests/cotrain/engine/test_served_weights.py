@@ -13,6 +13,7 @@ from cotrain.engine.served import READBACK_COLUMNS, ServedWeights
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
 from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.engine.conftest import moved
+from tests.cotrain.engine.test_vllm_weights import SERVED
 
 
 class Session:
@@ -319,3 +320,61 @@ def test_a_step_that_fails_without_a_word_fails_all_the_same(session):
 
     with pytest.raises(WeightUpdateRefused, match=r"^AssertionError\(\)$"):
         session.weights[False].on_all_ranks(step)
+
+
+ATTENTION = (".self_attn.", ".linear_attn.")
+
+
+@pytest.mark.parametrize("architecture", [name for name in SERVED if name != "phi3, whose checkpoints are fused"])
+def test_an_update_of_adapters_leaves_all_other_weights_as_they_were(serve, experts_are_packed, tmp_path, architecture):
+    """It carries the attention of each layer, and goes back to the checkpoint of what it carries."""
+    dtype = SERVED[architecture]
+    served = serve(architecture, dtype)
+    weights = ServedWeights(served.model, served.model_config, tmp_path / "kept", adapters=True)
+    changed = {name: tensor for name, tensor in served.state.items() if any(part in name for part in ATTENTION)}
+    assert 0 < len(changed) < len(served.state)
+    for seed in (1, 2):
+        update = moved(changed, seed=seed)
+        payload = write_payload(update, tmp_path / "sent.safetensors", getattr(torch, dtype))
+        weights.update(payload.path, payload.digests)
+        assert vllm_weights.differing_tensors(served.model, served.state | update) == []
+        good = weights.last_good()
+        assert all(torch.equal(tensor, good[name]) for name, tensor in (served.state | update).items() if name in good)
+    weights.restore()
+    assert vllm_weights.differing_tensors(served.model, served.state | update) == []
+
+
+def test_an_update_of_adapters_that_goes_wrong_is_undone(serve, tmp_path, monkeypatch):
+    served = serve("llama", "float32")
+    weights = ServedWeights(served.model, served.model_config, tmp_path / "kept", adapters=True)
+    update = moved({name: tensor for name, tensor in served.state.items() if ".mlp." in name})
+    payload = write_payload(update, tmp_path / "sent.safetensors", torch.float32)
+    reload, calls = vllm_weights.reload_modules, []
+
+    def wrong_once(model, model_config, tensors):
+        calls.append(len(tensors))
+        wrong = {name: tensor + 1.0 for name, tensor in tensors.items()} if len(calls) == 1 else tensors
+        reload(model, model_config, wrong)
+
+    monkeypatch.setattr(vllm_weights, "reload_modules", wrong_once)
+    with pytest.raises(WeightUpdateRefused, match="update undone"):
+        weights.update(payload.path, payload.digests)
+    assert len(calls) == 2 and vllm_weights.differing_tensors(served.model, served.state) == []
+
+
+def test_an_update_of_adapters_carries_all_that_vllm_fuses(serve, tmp_path):
+    """Else the key and value projections would be what memory happened to hold."""
+    served = serve("qwen2, with biases", "float32")
+    weights = ServedWeights(served.model, served.model_config, tmp_path / "kept", adapters=True)
+    projections = {name: tensor for name, tensor in served.state.items() if ".self_attn." in name}
+    some = {name: tensor for name, tensor in projections.items() if ".q_proj." in name}
+    foreign = projections | {"another.weight": torch.zeros(1)}
+    for state, reason in ((some, r"tensors missing:.*loads together"), (foreign, "not expected.*another")):
+        payload = write_payload(state, tmp_path / "sent.safetensors", torch.float32)
+        with pytest.raises(WeightUpdateRefused, match=reason):
+            weights.update(payload.path, payload.digests)
+    without_bias = {name: tensor for name, tensor in projections.items() if not name.endswith("bias")}
+    payload = write_payload(without_bias, tmp_path / "sent.safetensors", torch.float32)
+    with pytest.raises(WeightUpdateRefused, match="loads together"):
+        weights.check(payload.path, payload.digests)
+    assert vllm_weights.differing_tensors(served.model, served.state) == []
