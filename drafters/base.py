@@ -6,7 +6,7 @@ Shape letters: N packed tokens, A aux layers, H target hidden size, V target voc
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.files import CONFIG, WEIGHTS, flush, open_to_readers, write_json
+from drafters.files import CONFIG, WEIGHTS, flush, open_to_readers, weight_files, write_json
 from drafters.target import Experts as Experts
 from drafters.target import TargetSpec as TargetSpec
 from drafters.unroll import ZeroCentredRMSNorm
@@ -200,6 +200,12 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file of PyTorch tensors, which others may read as far as the umask says."""
     save_file(tensors, path, metadata={"format": "pt"})
     open_to_readers(path)
+
+
+def model_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model folder, mapped from its files. Raises ValueError naming what is missing."""
+    for file in weight_files(folder):
+        yield from load_file(file).items()
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:

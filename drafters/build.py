@@ -15,7 +15,7 @@ from drafters.mtp.formats import FORMATS
 from drafters.mtp.model import MtpDrafter
 from drafters.mtp.native import has_native_head as has_native_head
 from drafters.mtp.native import split as split
-from drafters.mtp.native import stitch as stitch
+from drafters.mtp.native import stitched as stitched
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": Eagle3Drafter,

@@ -70,7 +70,7 @@ def _prepare(args: argparse.Namespace, scratch: Path) -> tuple[str, RunConfig, H
         run = Path(name)
     if run.is_dir() and "policy" in read_object(run / "config.json"):
         config, folder = load_config(files, [*overrides, f"run_root={run.parent}"], run.name), scratch / "policy"
-        name = f"{run}, {export(run, folder)[1]}"
+        name = f"{run}, {export(run, folder, merged=True)[1]}"
     elif files:
         config, folder = load_config(files, overrides), run
     else:

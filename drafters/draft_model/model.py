@@ -14,13 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from drafters.alignment import Alignment, DraftBatch
-from drafters.base import TRAINED_DEPTH, Drafter, ServingSpec, Shape, TargetSpec, TargetWeights, read_tensors
+from drafters.base import (
+    TRAINED_DEPTH,
+    Drafter,
+    ServingSpec,
+    Shape,
+    TargetSpec,
+    TargetWeights,
+    model_tensors,
+    read_tensors,
+)
 from drafters.config import DraftModelConfig
-from drafters.files import weight_files
 from drafters.target import read_sizes, served_otherwise
 
 HEAD = "lm_head.weight"
@@ -119,14 +126,12 @@ def cut(policy: str | Path, shape: Shape) -> dict[str, Tensor]:
     of_policy = TargetSpec.from_pretrained(policy).num_layers
     numbers = {layer: number for number, layer in enumerate(evenly_spaced(of_policy, shape.sizes.num_layers))}
     tensors = {}
-    for path in weight_files(Path(policy)):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-                if layer is None:
-                    tensors[name] = file.get_tensor(name)
-                elif int(layer[1]) in numbers:
-                    tensors[f"model.layers.{numbers[int(layer[1])]}.{layer[2]}"] = file.get_tensor(name)
+    for name, tensor in model_tensors(Path(policy)):
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if layer is None:
+            tensors[name] = tensor
+        elif int(layer[1]) in numbers:
+            tensors[f"model.layers.{numbers[int(layer[1])]}.{layer[2]}"] = tensor
     return _own_tensors(tensors, shape.sizes)
 
 

@@ -5,11 +5,9 @@ reach the other. Stitched, they are one folder with its original configuration a
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,7 +24,6 @@ from drafters.files import (
 )
 from drafters.mtp.formats import NATIVE_ARCHITECTURES, SHARED, HeadFormat, without_head
 
-HEAD_FILE = "model-mtp.safetensors"
 WHOLE_CONFIG = "whole_config.json"  # file in the head's folder: the config.json of the checkpoint that held both
 
 
@@ -66,24 +63,13 @@ def split(folder: Path, policy: Path, head: Path) -> None:
     write_json(head / WHOLE_CONFIG, config)
 
 
-def stitch(policy: Path, head: Path, split_head: Path, out: Path) -> None:
-    """Write policy and head as one model into the folder `out`, with the configuration that they originally had.
+def stitched(head: Path, split_head: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what makes a policy one model with its head again: the config.json that both had, and the head's tensors.
 
-    split_head: the head that `split` wrote. head: the drafter that takes its place; it is written in the policy's dtype.
-    Raises ValueError when its checkpoint format is another one.
+    split_head: the head that `split` wrote. head: the drafter that takes its place. Raises ValueError when its checkpoint format is
+    another one.
     """
-    config = json.loads((split_head / WHOLE_CONFIG).read_text())
-    tensors = read_tensors(head)
+    config, tensors = json.loads((split_head / WHOLE_CONFIG).read_text()), read_tensors(head)
     if foreign := sorted(tensors.keys() ^ safetensors_header(split_head / WEIGHTS).keys()):
         raise ValueError(f"{head} does not belong into a {config['architectures'][0]}: one of them has no {foreign[0]}")
-    weight_map: dict[str, str] = {}
-    for file in weight_files(policy):
-        shutil.copyfile(file, out / file.name)
-        weight_map |= dict.fromkeys(safetensors_header(file), file.name)
-    with safe_open(out / next(iter(weight_map.values())), framework="pt") as whole:
-        dtype = whole.get_tensor(next(iter(weight_map))).dtype
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save_tensors(tensors, out / HEAD_FILE)
-    write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map | dict.fromkeys(tensors, HEAD_FILE)})
-    config.pop("dtype", None)
-    write_json(out / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+    return config, tensors
