@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cotrain.acceptance_stats import counts_of
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.processes import death_in_words
 from cotrain.engine.tools import ToolFailed, Tools, TrajectoryTools
@@ -110,17 +109,11 @@ class TrajectoryEngine(RolloutEngine):
         if drafts:
             await self.on_workers(EngineWorker.end_trajectories, list(named), lost)
         rollouts = {name: made.rollout for name, made in whole.items()}
-        kept = {name: rollout for name, rollout in rollouts.items() if name in tapped and name not in lost}
-        features, stats = await self._take_features(kept)
-        self._admission.forget([name for name in named if name not in rollouts])
-        self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
-        return RolloutBatch(
-            rollouts=list(rollouts.values()),
-            features=features,
-            seconds=time.perf_counter() - started,
-            num_generated_tokens=sum(rollout.num_generated for rollout in rollouts.values()),
-            feature_stats=stats,
-            speculation=counts_of(rollouts.values()),
+        self._admission.forget(named.keys() - rollouts)
+        return await self._batch(
+            rollouts,
+            tapped.keys() - lost,
+            time.perf_counter() - started,
             rewards=[made.reward for made in whole.values()],
             failures=tuple(failures),
             tool_share=fmean(made.tool_share for made in whole.values()) if whole else 0.0,
