@@ -76,6 +76,7 @@ class DFlashDrafter(AuxDrafter):
 
     def __init__(self, shape: DFlashShape) -> None:
         super().__init__(shape)
+        self.serving = ServingSpec("dflash", shape.aux_layers)
         size, eps = shape.sizes.hidden_size, shape.sizes.rms_norm_eps
         self.fc = nn.Linear(len(shape.aux_layers) * size, size, bias=False)
         self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(2))
@@ -143,10 +144,6 @@ class DFlashDrafter(AuxDrafter):
                 "causal": shape.causal,
             },
         }
-
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("dflash", self.shape.aux_layers)
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         depth, first = len(alignment.supervised), 0 if self.shape.from_anchor else 1

@@ -77,6 +77,7 @@ class Eagle3Drafter(AuxDrafter):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
+        self.serving = ServingSpec("eagle3", shape.aux_layers)
         size, eps, num_layers = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, len(shape.aux_layers)
         if shape.norm_before_fc:
             self.input_norm = nn.RMSNorm(num_layers * size, eps)
@@ -145,10 +146,6 @@ class Eagle3Drafter(AuxDrafter):
             },
             "transformer_layer_config": llama,
         }
-
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("eagle3", self.shape.aux_layers)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """Return the drafter's first hidden state [R, H], from the hidden states of the A aux layers [R, A*H]."""

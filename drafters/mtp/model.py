@@ -106,6 +106,7 @@ class MtpDrafter(Drafter):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.format = TARGETS[shape.sizes.model_type].behind(shape.sizes.num_layers)
+        self.serving = ServingSpec("mtp", target_overrides=tuple(self.format.target_overrides.items()))
         # Not a submodule for torch: the modules of the head are registered only under their names in a checkpoint.
         object.__setattr__(self, "head", MtpHead(self.format, shape.sizes))
         for name, module in self.head.named_children():
@@ -156,10 +157,6 @@ class MtpDrafter(Drafter):
             **sizes.layer_config(),
             "num_experts": sizes.experts.number if sizes.experts else 0,
         }
-
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("mtp", target_overrides=tuple(self.format.target_overrides.items()))
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden = unroll(
