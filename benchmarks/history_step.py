@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from cotrain.engine.history import HistoryDrafting
-from cotrain.engine.interface import attach
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import ServedAcceptance
 from cotrain.run.provenance import machine
@@ -76,8 +75,8 @@ class Engine:
         self.history._of_match = [ServedAcceptance(K, [float(pays)] * K) for _ in self.history._of_match]
         self.batch.num_tokens_no_spec[:] = length = PROMPT + self.length // 2 + number
         sampled = self.batch.token_ids_cpu[: len(self.batch.req_ids), length - 1 : length].tolist()
-        output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={})
-        attach(output, Plan([1.0, 1.2, 1.4]))
+        plan = Plan([1.0, 1.2, 1.4])
+        output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={}, cotrain=plan)
         self.runner.propose_draft_token_ids(output, sampled, SimpleNamespace(all_greedy=False, all_random=True))
 
     def step_times(self, requests: int, pays: bool) -> tuple[float, float]:

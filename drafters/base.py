@@ -72,6 +72,7 @@ class Drafter(nn.Module, ABC):
     """A trainable drafter for one target. Parameters and buffers are exactly what is saved."""
 
     shape: Shape
+    serving: ServingSpec
     drafts_follow_length: bool = False
     """Does a draft token depend on how many there are?"""
 
@@ -112,11 +113,6 @@ class Drafter(nn.Module, ABC):
 
         Raises ValueError when the folder's weights do not fit.
         """
-
-    @property
-    @abstractmethod
-    def serving(self) -> ServingSpec:
-        """Return what an engine must know to serve this drafter."""
 
     @property
     def draft_to_target(self) -> Tensor:

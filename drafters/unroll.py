@@ -127,15 +127,22 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer that runs once for every draft position, split into the parts before and after attention."""
+    """A decoder layer, split into the parts before and after attention. Subclasses also read embeddings."""
 
-    self_attn: Attention
-    post_attention_layernorm: nn.Module
-    mlp: nn.Module
+    def __init__(
+        self, attention: Attention, norm: Callable[[int, float], nn.Module] = nn.RMSNorm, mlp: nn.Module | None = None
+    ) -> None:
+        """norm: the class of the layer's norms. mlp: in place of SwiGLU."""
+        super().__init__()
+        sizes = attention.sizes
+        self.input_layernorm = norm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = norm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.mlp = MLP(sizes.hidden_size, sizes.intermediate_size) if mlp is None else mlp
 
     def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input [R, width] of the query, key and value projections, and the residual [R, H]."""
-        raise NotImplementedError
+        return self.input_layernorm(hidden), hidden
 
     def finish(self, attended: Tensor, residual: Tensor, x: Tensor) -> Tensor:
         """Return the output [R, H] before the final norm, from what each row's heads attended to [R, heads, D]."""

@@ -6,7 +6,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cached_property
@@ -88,15 +88,22 @@ class RolloutEngine(VllmEngine):
             if overrides:
                 await self.in_scheduler(DraftLengths.begin)
         self.decode_seconds = max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times)
+        return await self._batch(rollouts, tapped, seconds)
+
+    async def _batch(
+        self, rollouts: dict[str, Rollout], tapped: Collection[str], seconds: float, **others: Any
+    ) -> RolloutBatch:
+        """Return rollouts that have ended, with the features of those tapped. others: further fields of the batch."""
         features, stats = await self._take_features({name: r for name, r in rollouts.items() if name in tapped})
         self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
         return RolloutBatch(
             rollouts=list(rollouts.values()),
             features=features,
             seconds=seconds,
-            num_generated_tokens=sum(len(r.token_ids) for r in rollouts.values()),
+            num_generated_tokens=sum(rollout.num_generated for rollout in rollouts.values()),
             feature_stats=stats,
             speculation=counts_of(rollouts.values()),
+            **others,
         )
 
     async def _enter(

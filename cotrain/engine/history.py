@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cotrain.engine.interface import attached
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import Choice, ServedAcceptance
 from cotrain.engine.speculation.step_costs import ratio_at
@@ -81,7 +80,7 @@ class HistoryDrafting:
 
         Returns the draft tokens of each request.
         """
-        runner, plan, k = self._runner, attached(scheduler_output), scheduler_output.num_spec_tokens_to_schedule
+        runner, plan, k = self._runner, scheduler_output.cotrain, scheduler_output.num_spec_tokens_to_schedule
         step = self._follow(sampled)
         self._learn(scheduler_output.scheduled_spec_decode_tokens, step)
         draws = self.draws and not sampling_metadata.all_greedy

@@ -38,16 +38,6 @@ def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def attach(carrier: Any, record: object) -> None:
-    """Let an object of vLLM's carry a record of ours to where vLLM sends it, as a step to the workers."""
-    carrier.cotrain = record
-
-
-def attached(carrier: Any) -> Any:
-    """Return the record that an object of vLLM's carries, or None."""
-    return getattr(carrier, "cotrain", None)
-
-
 def computes_prompts(output: Any) -> bool:
     """Return whether a step (vLLM's SchedulerOutput) computes more of any request than its last token and the draft tokens after it.
 

@@ -7,7 +7,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from cotrain.engine.interface import attach, computes_prompts
+from cotrain.engine.interface import computes_prompts
 from cotrain.engine.speculation.draft_length import DraftLengths, Step
 from cotrain.process.children import follow_parent
 from drafters.config import BLOCK_DRAFTERS
@@ -37,7 +37,7 @@ class WatchedScheduler:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.cotrain_choose_lengths()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        attach(output, self.cotrain_stamp(output))
+        output.cotrain = self.cotrain_stamp(output)  # it goes to the workers with the step
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

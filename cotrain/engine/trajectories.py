@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cotrain.acceptance_stats import counts_of
-from cotrain.engine.arguments import EngineSpec
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.processes import death_in_words
 from cotrain.engine.tools import ToolFailed, Tools, TrajectoryTools
@@ -89,11 +87,6 @@ class Played(NamedTuple):
 class TrajectoryEngine(RolloutEngine):
     """A rollout engine whose responses may have several turns."""
 
-    def __init__(self, spec: EngineSpec):
-        super().__init__(spec)
-        self._whole: tuple[int, set[str]] = -1, set()
-        """A policy version, and the prompts that a tapped request has computed with it."""
-
     async def play(self, requests: list[RolloutRequest], tap: float, row: dict[str, Any], tools: Tools) -> RolloutBatch:
         """Let the policy and the environment of this row take turns, once for each request. Returns the trajectories with their rewards.
 
@@ -101,13 +94,14 @@ class TrajectoryEngine(RolloutEngine):
         """
         self._batches += 1
         started, named = time.perf_counter(), {f"b{self._batches}r{i}": request for i, request in enumerate(requests)}
-        failures, tapped = list[str](), await self._start_tapping(named, tap, {})
+        failures, tapped, computed = list[str](), await self._start_tapping(named, tap, {}), set[int]()
         drafts = self.spec.drafter_folder is not None
         if drafts:
             await self.on_workers(EngineWorker.begin_trajectories, list(named))
         async with death_in_words(self._engine):
             tries = (
-                self._tried(name, request, name in tapped, row, tools, failures) for name, request in named.items()
+                self._tried(name, request, computed if name in tapped else None, row, tools, failures)
+                for name, request in named.items()
             )
             played = dict(zip(named, await asyncio.gather(*tries), strict=True))
         whole = {name: made for name, made in played.items() if made is not None}
@@ -115,31 +109,27 @@ class TrajectoryEngine(RolloutEngine):
         if drafts:
             await self.on_workers(EngineWorker.end_trajectories, list(named), lost)
         rollouts = {name: made.rollout for name, made in whole.items()}
-        kept = {name: rollout for name, rollout in rollouts.items() if name in tapped and name not in lost}
-        features, stats = await self._take_features(kept)
-        self._admission.forget([name for name in named if name not in rollouts])
-        self._admission.observe({name: len(rollout.token_ids) for name, rollout in rollouts.items()})
-        return RolloutBatch(
-            rollouts=list(rollouts.values()),
-            features=features,
-            seconds=time.perf_counter() - started,
-            num_generated_tokens=sum(rollout.num_generated for rollout in rollouts.values()),
-            feature_stats=stats,
-            speculation=counts_of(rollouts.values()),
+        self._admission.forget(named.keys() - rollouts)
+        return await self._batch(
+            rollouts,
+            tapped.keys() - lost,
+            time.perf_counter() - started,
             rewards=[made.reward for made in whole.values()],
             failures=tuple(failures),
             tool_share=fmean(made.tool_share for made in whole.values()) if whole else 0.0,
         )
 
     async def _tried(
-        self, name: str, request: RolloutRequest, taps: bool, row: dict[str, Any], tools: Tools, failures: list[str]
-    ) -> Played | None:
-        """Play a trajectory, and once again if its tools fail."""
+        self, name: str, request: RolloutRequest, computed: set[int] | None, row: dict[str, Any], tools: Tools,
+        failures: list[str],
+    ) -> Played | None:  # fmt: skip
+        """Play a trajectory, and once again if its tools fail. computed: see `_trajectory`; a second try is not tapped."""
         for attempt in range(TRIES):
             own = f"{os.getpid()}-{name}-{attempt}"
             environment, began = tools.of(own, request.sample_index + attempt), time.monotonic()
+            which = (own, None) if attempt else (name, computed)
             try:
-                trajectory = await self._trajectory(own if attempt else name, request, taps, row, tools, environment)
+                trajectory = await self._trajectory(*which, request, row, tools, environment)
                 reward = await environment.reward()
             except ToolFailed as failure:
                 environment.forget()
@@ -152,20 +142,24 @@ class TrajectoryEngine(RolloutEngine):
         return None
 
     async def _trajectory(
-        self, name: str, request: RolloutRequest, taps: bool, row: dict[str, Any], tools: Tools,
+        self, name: str, computed: set[int] | None, request: RolloutRequest, row: dict[str, Any], tools: Tools,
         environment: TrajectoryTools,
     ) -> Trajectory:  # fmt: skip
-        """Play to the end. name: of the requests of all turns."""
+        """Play to the end. name: of the requests of all turns.
+
+        computed: the policy versions with which a tapped trajectory has computed the prompt whole; None if this one is not tapped.
+        """
         most, trajectory, versions = self.spec.rollout.max_new_tokens, Trajectory(request), -1
         await environment.begin(row)
         for number in range(tools.max_turns):
             one, policy = trajectory.turn(number), self.versions.policy
             # Rows of other weights are holes, and what others have put into the cache fills none of this trajectory's.
             moved, versions = number > 0 and policy != versions, policy
-            whole = taps and (self._is_first(request.prompt_id, policy) or moved)
             room = min(tools.max_turn_tokens, most - len(trajectory.token_ids))
             options = {"max_tokens": room} | (tools.sampling or {})
-            options |= {"skip_reading_prefix_cache": True} if whole else {}
+            if computed is not None and (moved or policy not in computed):
+                computed.add(policy)
+                options["skip_reading_prefix_cache"] = True
             prompt = {"prompt_token_ids": one.prompt_token_ids}
             queue = await self._engine.add_request(name, prompt, self._sampling(one, options))
             made = self._rollout(one, await queue.get())
@@ -181,11 +175,3 @@ class TrajectoryEngine(RolloutEngine):
             trajectory.observe(observed)
         trajectory.finish_reason = "length"
         return trajectory
-
-    def _is_first(self, prompt_id: str, policy_version: int) -> bool:
-        """Whether this is the first tapped request of a prompt under this policy."""
-        if self._whole[0] != policy_version:
-            self._whole = policy_version, set()
-        is_first = prompt_id not in self._whole[1]
-        self._whole[1].add(prompt_id)
-        return is_first

@@ -30,7 +30,7 @@ from drafters.files import CONFIG, GENERATION_CONFIG, INDEX, flush, write_json
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 13
+SCHEMA = 14
 MIB, FINGERPRINT_MIB = 2**20, 1024
 FREE = (
     "steps", "checkpoint.*", "tracking.*", "cluster.*", "lossless.*", "policy.micro_batch_tokens", "policy.num_processes",

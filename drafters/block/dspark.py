@@ -51,6 +51,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def __init__(self, shape: DSparkShape) -> None:
         super().__init__(shape)
+        self.serving = ServingSpec("dspark", shape.aux_layers)
         w1 = nn.Embedding(shape.sizes.vocab_size, shape.markov_rank)
         w2 = nn.Linear(shape.markov_rank, shape.draft_vocab_size, bias=False)
         self.markov_head = nn.ModuleDict({"markov_w1": w1, "markov_w2": w2})
@@ -90,10 +91,6 @@ class DSparkDrafter(DFlashDrafter):
             "enable_confidence_head": shape.confidence > 0,
             "confidence_head_with_markov": shape.confidence > shape.sizes.hidden_size,
         }
-
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("dspark", self.shape.aux_layers)
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden, head = super().drafts(batch, alignment, target)

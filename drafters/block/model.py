@@ -24,7 +24,7 @@ from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.block.first_weights import attend_to_newest, regression
 from drafters.config import DFlashConfig
 from drafters.target import other_values, read_sizes
-from drafters.unroll import KEPT_STARTS, MLP, Attention, in_chunks
+from drafters.unroll import KEPT_STARTS, Attention, DraftLayer, in_chunks
 
 SUPPORTED: dict[str, object] = {
     "hidden_act": "silu",
@@ -57,17 +57,6 @@ class DFlashShape(AuxShape):
     from_anchor: bool = False  # the row of the newest token proposes the first draft token; DSpark's alone
 
 
-class BlockLayer(nn.Module):
-    """A layer of Qwen3, whose queries are the rows of blocks."""
-
-    def __init__(self, sizes: TargetSpec) -> None:
-        super().__init__()
-        size, eps, bias = sizes.hidden_size, sizes.rms_norm_eps, sizes.attention_bias
-        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(size, eps) for _ in range(2))
-        self.self_attn = Attention(sizes, size, output_bias=bias, norm=nn.RMSNorm)
-        self.mlp = MLP(size, sizes.intermediate_size)
-
-
 class DFlashDrafter(AuxDrafter):
     """DFlash with a trainable head, or with the target's."""
 
@@ -76,10 +65,12 @@ class DFlashDrafter(AuxDrafter):
 
     def __init__(self, shape: DFlashShape) -> None:
         super().__init__(shape)
-        size, eps = shape.sizes.hidden_size, shape.sizes.rms_norm_eps
+        self.serving = ServingSpec("dflash", shape.aux_layers)
+        size, eps, bias = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, shape.sizes.attention_bias
         self.fc = nn.Linear(len(shape.aux_layers) * size, size, bias=False)
         self.hidden_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(2))
-        self.layers = nn.ModuleList([BlockLayer(shape.sizes) for _ in range(shape.sizes.num_layers)])
+        attentions = (Attention(shape.sizes, size, bias, norm=nn.RMSNorm) for _ in range(shape.sizes.num_layers))
+        self.layers = nn.ModuleList(map(DraftLayer, attentions))
         self.register_buffer("spread", torch.ones(self.fc.in_features))
         self.add_head(shape.has_head)
         self.never_drafted, self.drafts_follow_length = (shape.mask_token_id,), not shape.causal
@@ -144,10 +135,6 @@ class DFlashDrafter(AuxDrafter):
             },
         }
 
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("dflash", self.shape.aux_layers)
-
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         depth, first = len(alignment.supervised), 0 if self.shape.from_anchor else 1
         rows, dtype = alignment.context_rows, self.fc.weight.dtype
@@ -157,7 +144,7 @@ class DFlashDrafter(AuxDrafter):
         hidden = target.embedding.detach()[ids].to(dtype)  # [S, B, H]
         positions = batch.positions[alignment.start_rows][:, None] + 1 + torch.arange(first + depth, device=rows.device)
         starts, from_first = slice(0, len(ids)), torch.zeros_like(alignment.starts_in_context)
-        for layer in [cast(BlockLayer, layer) for layer in self.layers]:
+        for layer in [cast(DraftLayer, layer) for layer in self.layers]:
             read = run(len(rows) <= 4 * KEPT_STARTS, layer.self_attn.keys_and_values, context, batch.positions[rows])
             queries, keys, values = in_chunks(_project, hidden, [positions], layer)
             attended = attend(queries, read, (keys, values), alignment, starts, from_first, self.shape.causal)
@@ -178,7 +165,7 @@ class DFlashDrafter(AuxDrafter):
 
     def _start_near(self, batch: DraftBatch, target: TargetWeights) -> None:
         """Set the first weights of a new drafter, see first_weights.py."""
-        first, size, aux = cast(BlockLayer, self.layers[0]), self.shape.sizes.hidden_size, batch.aux_hidden
+        first, size, aux = cast(DraftLayer, self.layers[0]), self.shape.sizes.hidden_size, batch.aux_hidden
         states = aux.to(self.fc.weight.dtype) / self.spread
         weight = regression(states[:, -size:], batch)
         if weight is None:
@@ -199,17 +186,17 @@ class DFlashDrafter(AuxDrafter):
         self.spread.fill_(1.0)
 
 
-def _project(layer: BlockLayer, _: slice, hidden: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+def _project(layer: DraftLayer, _: slice, hidden: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
     """Return queries, keys and values [S, B, heads, D] of the rows [S, B, H] of some starts' blocks, at positions [S, B]."""
     x, at = layer.input_layernorm(hidden).flatten(0, 1), positions.flatten()
     rows = layer.self_attn.queries(x, at), *layer.self_attn.keys_and_values(x, at)
     return tuple(tensor.unflatten(0, positions.shape) for tensor in rows)
 
 
-def _finish(layer: BlockLayer, _: slice, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
+def _finish(layer: DraftLayer, _: slice, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
     """Return the output [S, B, H] of a layer."""
-    hidden = hidden + layer.self_attn.output(attended.flatten(0, 1), hidden).view_as(hidden)
-    return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)),)
+    rows = hidden.flatten(0, 1)
+    return (layer.finish(attended.flatten(0, 1), rows, rows).view_as(hidden),)
 
 
 def _stated(config: dict[str, Any], names: tuple[str, ...]) -> Any:

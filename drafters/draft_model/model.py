@@ -49,6 +49,7 @@ class DraftModel(Drafter):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__(shape)
+        self.serving = ServingSpec("draft_model")
         config = AutoConfig.for_model(**self.to_config(shape))
         whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -92,10 +93,6 @@ class DraftModel(Drafter):
 
     def start_from(self, policy: str | Path) -> None:
         self.load_tensors(cut(policy, self.shape), f"what is cut from {policy}")
-
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("draft_model")
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         # transformers sees where positions restart, and keeps attention within each rollout.

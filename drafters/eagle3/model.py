@@ -21,7 +21,7 @@ from drafters.aux_layers import AUX_LAYERS, AuxDrafter, AuxShape, check_aux_laye
 from drafters.base import ServingSpec, TargetSpec, TargetWeights, read_tensors
 from drafters.config import Eagle3Config
 from drafters.target import other_values, read_sizes
-from drafters.unroll import MLP, Attention, DraftLayer, unroll
+from drafters.unroll import Attention, DraftLayer, unroll
 
 SUPPORTED: dict[str, object] = {
     "hidden_act": "silu", "logit_scale": 1, "is_causal": True, "quantization_config": None,
@@ -52,19 +52,15 @@ class DecoderLayer(DraftLayer):
     """A layer of vLLM's llama_eagle3.py. The first reads the normed embedding and hidden state side by side, the others a Llama's input."""
 
     def __init__(self, shape: Eagle3Shape, is_first: bool) -> None:
-        super().__init__()
         size, eps, bias = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, shape.sizes.attention_bias
+        super().__init__(Attention(shape.sizes, size * (1 + is_first), output_bias=bias))
         self.is_first, self.norm_before_residual = is_first, shape.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(size, eps)
         if is_first:
             self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(shape.sizes, size * (1 + is_first), output_bias=bias)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = MLP(size, shape.sizes.intermediate_size)
 
     def attention_input(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_first:
-            return self.input_layernorm(hidden), hidden
+            return super().attention_input(embeddings, hidden, positions)
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return x, normed if self.norm_before_residual else hidden
@@ -77,6 +73,7 @@ class Eagle3Drafter(AuxDrafter):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape)
+        self.serving = ServingSpec("eagle3", shape.aux_layers)
         size, eps, num_layers = shape.sizes.hidden_size, shape.sizes.rms_norm_eps, len(shape.aux_layers)
         if shape.norm_before_fc:
             self.input_norm = nn.RMSNorm(num_layers * size, eps)
@@ -145,10 +142,6 @@ class Eagle3Drafter(AuxDrafter):
             },
             "transformer_layer_config": llama,
         }
-
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("eagle3", self.shape.aux_layers)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """Return the drafter's first hidden state [R, H], from the hidden states of the A aux layers [R, A*H]."""

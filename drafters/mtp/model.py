@@ -73,18 +73,14 @@ class MtpHead(DraftLayer):
     """The head of any format. Its modules have other names in checkpoints: see `HeadFormat.path`."""
 
     def __init__(self, head_format: HeadFormat, sizes: TargetSpec) -> None:
-        super().__init__()
         size, eps, gated = sizes.hidden_size, sizes.rms_norm_eps, head_format.gated
         norm = ZeroCentredRMSNorm if gated else nn.RMSNorm
+        attention = Attention(sizes, size, gated=gated, norm=norm if gated or sizes.qk_norm else None)
+        sparse = SparseMLP(size, sizes.experts, head_format.experts) if sizes.experts else None
+        super().__init__(attention, norm, sparse)
         self.format = head_format
-        self.embedding_norm, self.hidden_norm = norm(size, eps), norm(size, eps)
+        self.embedding_norm, self.hidden_norm, self.output_norm = (norm(size, eps) for _ in range(3))
         self.joining = nn.Linear(2 * size, size, bias=False)
-        self.input_layernorm = norm(size, eps)
-        self.self_attn = Attention(sizes, size, gated=gated, norm=norm if gated or sizes.qk_norm else None)
-        self.post_attention_layernorm = norm(size, eps)
-        experts = sizes.experts
-        self.mlp = SparseMLP(size, experts, head_format.experts) if experts else MLP(size, sizes.intermediate_size)
-        self.output_norm = norm(size, eps)
 
     def join(self, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Join embeddings and hidden states [R, H] into the residual [R, H] that enters the decoder layer."""
@@ -106,16 +102,17 @@ class MtpDrafter(Drafter):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.format = TARGETS[shape.sizes.model_type].behind(shape.sizes.num_layers)
+        self.serving = ServingSpec("mtp", target_overrides=tuple(self.format.target_overrides.items()))
         # Not a submodule for torch: the modules of the head are registered only under their names in a checkpoint.
         object.__setattr__(self, "head", MtpHead(self.format, shape.sizes))
-        for name, module in self.head.named_children():
+        for name in (*self.format.names, *self.head._modules):  # the joining matrix gets its random numbers first
             *path, last = self.format.path(name).split(".")
             parent: nn.Module = self
             for step in path:
                 if step not in parent._modules:
                     parent.add_module(step, nn.Module())
                 parent = parent.get_submodule(step)
-            parent.add_module(last, module)
+            parent.add_module(last, self.head.get_submodule(name))
 
     @staticmethod
     def shape_of(config: MtpConfig, target: TargetSpec) -> Shape:
@@ -156,10 +153,6 @@ class MtpDrafter(Drafter):
             **sizes.layer_config(),
             "num_experts": sizes.experts.number if sizes.experts else 0,
         }
-
-    @property
-    def serving(self) -> ServingSpec:
-        return ServingSpec("mtp", target_overrides=tuple(self.format.target_overrides.items()))
 
     def drafts(self, batch: DraftBatch, alignment: Alignment, target: TargetWeights) -> tuple[list[Tensor], Tensor]:
         hidden = unroll(

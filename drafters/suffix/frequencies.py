@@ -160,34 +160,26 @@ def _own_places(text, length, links, heads, places, matched):
 
 
 @_compiled
-def _slot(tokens, mass, slots, n, token):
-    """Return a token's place in `tokens`, found in a hash table of 2 WIDTH slots, and the number of tokens.
-
-    A new token is put last, with no mass; the place is -1 if there is no room.
-    """
-    slot = (token * 40503) & (2 * WIDTH - 1)
-    while slots[slot] >= 0:
-        if tokens[slots[slot]] == token:
-            return slots[slot], n
-        slot = (slot + 1) & (2 * WIDTH - 1)
-    if n == WIDTH:
-        return np.int32(-1), n
-    slots[slot], tokens[n], mass[n] = n, token, 0.0
-    return slots[slot], n + 1
-
-
-@_compiled
 def _count(tokens, mass, slots, n, following, weight):
-    """Add weight to the mass of each of these tokens. Returns the number of tokens."""
+    """Add weight to the mass of each of these tokens, and return the number of tokens.
+
+    A token is found in a hash table of 2 WIDTH slots. A new one for which there is no room is left out.
+    """
     for token in following:
-        at, n = _slot(tokens, mass, slots, n, token)
-        if at >= 0:
-            mass[at] += weight
+        slot = (token * 40503) & (2 * WIDTH - 1)
+        while slots[slot] >= 0 and tokens[slots[slot]] != token:
+            slot = (slot + 1) & (2 * WIDTH - 1)
+        if slots[slot] < 0:
+            if n == WIDTH:
+                continue
+            slots[slot], tokens[n], mass[n] = n, token, 0.0
+            n += 1
+        mass[slots[slot]] += weight
     return n
 
 
 @_compiled
-def _next_distribution(segments, num_own, text, length, response_start, links, heads, tokens, probabilities, work):
+def _next_distribution(segments, num_own, text, length, response_start, links, heads, tokens, probabilities):
     """Compute the distribution of the token after a context.
 
     segments int64 [S, 4]: the segments to look at, of which num_own hold texts of the same prompt, and the others those of all
@@ -195,22 +187,22 @@ def _next_distribution(segments, num_own, text, length, response_start, links, h
     looked up in it; the whole text is looked up in itself. Fills tokens and probabilities [WIDTH]; returns their number and the
     longest match's length.
     """
-    lows, highs, own, own_matched, slots, mass = work
+    lows, highs = np.zeros((len(segments), len(LEVELS)), np.int32), np.zeros((len(segments), len(LEVELS)), np.int32)
+    own, own_matched = np.empty(MOST_PLACES, np.int32), np.empty(MOST_PLACES, np.int32)
+    slots, mass = np.full(2 * WIDTH, -1, np.int32), np.empty(WIDTH)
     longest = 0
     for s in range(len(segments)):
-        lows[s], highs[s] = 0, 0
         found, order = _arrays(segments[s])
         longest = max(longest, _places(found, order, text, length, response_start, lows[s], highs[s]))
     num_places = _own_places(text, length, links, heads, own, own_matched)
     for i in range(num_places):
         longest = max(longest, own_matched[i])
-    slots[:] = -1
     share, n = 1.0, 0
     for level in range(len(LEVELS) - 1, -1, -1):
         if LEVELS[level] > longest:
             continue
         mass[:n] = 0.0
-        total, seen = 0.0, n
+        seen = n
         for s in range(len(segments)):
             low, high = lows[s, level], highs[s, level]
             stride = max(1, (high - low) // MOST_PLACES)
@@ -221,15 +213,11 @@ def _next_distribution(segments, num_own, text, length, response_start, links, h
             if own_matched[i] >= LEVELS[level]:
                 n = _count(tokens, mass, slots, n, text[own[i] : own[i] + 1], OWN_WEIGHT)
         probabilities[seen:n] = 0.0
-        different = 0
-        for i in range(n):
-            total += mass[i]
-            different += mass[i] > 0
+        total, different = mass[:n].sum(), np.count_nonzero(mass[:n])
         if total <= 0:
             continue
         escape = ESCAPE * different / (total + ESCAPE * different)
-        for i in range(n):
-            probabilities[i] += share * (1 - escape) * mass[i] / total
+        probabilities[:n] += share * (1 - escape) * mass[:n] / total
         share *= escape
         if share < LEAST_SHARE:
             break
@@ -241,13 +229,8 @@ def _next_distribution(segments, num_own, text, length, response_start, links, h
 @_compiled
 def _draw(probabilities, rng):
     """Return a number drawn from its distribution."""
-    left, chosen, last = rng.random(), 0, len(probabilities) - 1
-    while chosen < last and left >= probabilities[chosen]:
-        left -= probabilities[chosen]
-        chosen += 1
-    while probabilities[chosen] <= 0:  # rounding can lead to the last token, even if its probability is 0
-        chosen -= 1
-    return chosen
+    sums = np.cumsum(probabilities)
+    return np.searchsorted(sums, rng.random() * sums[-1], side="right")
 
 
 @_compiled
@@ -263,9 +246,6 @@ def draft(requests, rows, response_starts, own, own_ends, every, k, draws, rng):
     for i in range(size):
         most = max(most, own_ends[i] - (own_ends[i - 1] if i else 0))
     segments = np.empty((most + num_every, every.shape[1]), np.int64)
-    ranges = np.zeros((2, len(segments), len(LEVELS)), np.int32)
-    own_places = np.empty((2, MOST_PLACES), np.int32)
-    work = ranges[0], ranges[1], own_places[0], own_places[1], np.empty(2 * WIDTH, np.int32), np.zeros(WIDTH)
     tokens, sizes = np.zeros((size, k), np.int32), np.zeros((size, k), np.int32)
     supports, probabilities = np.empty((size, k, WIDTH), np.int32), np.empty((size, k, WIDTH))
     nums, matches = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -281,7 +261,7 @@ def draft(requests, rows, response_starts, own, own_ends, every, k, draws, rng):
             _link(text, links[row], heads_here, length + j - (j > 0), length + j)
             n, longest = _next_distribution(
                 segments[: num_own + num_every], num_own, text, length + j, response_starts[i], links[row], heads_here,
-                supports[i, j], probabilities[i, j], work,
+                supports[i, j], probabilities[i, j],
             )  # fmt: skip
             if j == 0:
                 matches[i] = longest

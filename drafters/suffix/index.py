@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -149,8 +149,7 @@ class SuffixIndex:
     def forget(self) -> None:
         """Forget every text."""
         self._generations = Generation(self._room), Generation(self._room)  # the older and the newer one
-        self._waiting: deque[tuple[Generation, bytes, int, int]] = deque()  # start and end of texts without a segment
-        self._work, self.is_behind = self._working(), False
+        self._work: deque[Pieces[None]] = deque()  # learns the texts without a segment, one each
 
     @property
     def num_tokens(self) -> int:
@@ -161,6 +160,11 @@ class SuffixIndex:
     def num_bytes(self) -> int:
         """Bytes in use when all texts are learnt."""
         return LEARNT_BYTES_PER_TOKEN * sum(generation.size for generation in self._generations)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is a text that `advance` has not learnt."""
+        return bool(self._work)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -176,30 +180,25 @@ class SuffixIndex:
         newer.text[start:end] = text
         newer.size = end
         newer.keys.append(key)
-        self._waiting.append((newer, key, start, end))
-        self.is_behind = True
+        self._work.append(self._learn(newer, key, start, end))
 
     def advance(self) -> bool:
         """Learn a piece of what is waiting. Returns whether there is more."""
         done = 0
-        while self.is_behind and done < PIECE:
-            size = next(self._work)
-            self.is_behind = size is not None
+        while self._work and done < PIECE:
+            size = next(self._work[0], None)
+            if size is None:
+                self._work.popleft()
             done += size or 0
         return self.is_behind
 
-    def _working(self) -> Iterator[int | None]:
-        """Learn all that is waiting; yields the number of positions handled since the last time, or None if there is nothing to do."""
-        while True:
-            if not self._waiting:
-                yield None
-                continue
-            generation, key, start, end = self._waiting.popleft()
-            if generation not in self._generations:  # forgotten before it was learnt
-                continue
-            segment = yield from sorted_by_context(generation.text, start + 1, end)
-            for name in (key, EVERY_PROMPT):
-                yield from generation.scopes.setdefault(name, Scope(generation.text)).put(segment)
+    def _learn(self, generation: Generation, key: bytes, start: int, end: int) -> "Pieces[None]":
+        """Learn the text from start to end, unless it has been forgotten before."""
+        if generation not in self._generations:
+            return
+        segment = yield from sorted_by_context(generation.text, start + 1, end)
+        for name in (key, EVERY_PROMPT):
+            yield from generation.scopes.setdefault(name, Scope(generation.text)).put(segment)
 
     # -- looking up --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.suffix_index import distribution
 from cotrain.engine.history import HistoryDrafting, Proposal, Step
-from cotrain.engine.interface import attach, attached
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.worker import EngineWorker
 from cotrain.engine.worker_extension import CotrainWorker
@@ -48,9 +47,9 @@ class PlantingWorker(CotrainWorker):
 
 
 def _priced(propose: Callable[..., Any], scheduler_output: Any, *rest: Any) -> Any:
-    plan: Plan = attached(scheduler_output)
+    plan: Plan = scheduler_output.cotrain
     if plan.ratios is not None:
-        attach(scheduler_output, plan._replace(ratios=[1 + k / 3 for k in range(len(plan.ratios))]))
+        scheduler_output.cotrain = plan._replace(ratios=[1 + k / 3 for k in range(len(plan.ratios))])
     return propose(scheduler_output, *rest)
 
 

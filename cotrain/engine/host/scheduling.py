@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cotrain.engine.host.breaker import Breaker
-from cotrain.engine.interface import attached
 from cotrain.engine.scheduling import WatchedScheduler, draft_lengths_of, generated_of, step_of, verified
 from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
 from cotrain.records import GainReport
@@ -154,7 +153,7 @@ class HostScheduling(WatchedScheduler):
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
-        if (stamp := attached(output)) is not None:
+        if (stamp := output.cotrain) is not None:
             self._ask(Decisions.observe, stamp.number, output, sampled)
 
     def cotrain_pause(self) -> None:

@@ -22,7 +22,7 @@ from cotrain.engine.hooks import DraftingHook, sample_plainly_without_drafts
 from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.host.policy_watch import PolicyWatch
 from cotrain.engine.host.scheduling import REPORT_SECONDS, Stamp
-from cotrain.engine.interface import attached, wrap
+from cotrain.engine.interface import wrap
 from cotrain.engine.model_runner_v2 import SpeculatorHook
 from cotrain.engine.served import ServedWeights
 from cotrain.records import GainReport, Segment, Versions
@@ -98,7 +98,7 @@ class WorkerSidecar:
 
     def _execute_model(self, execute: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.finish()  # part of the host's own load of weights, so its errors are the host's
-        stamp: Stamp | None = attached(scheduler_output)
+        stamp: Stamp | None = getattr(scheduler_output, "cotrain", None)  # vLLM warms up with steps of its own
         self._hook.draft_length = None if stamp is None else scheduler_output.num_spec_tokens_to_schedule
         if stamp is not None:
             for prepare in (self._begin_segments, self._take, self._follow_policy, self._swap, self._tap, self._report):

@@ -5,11 +5,12 @@ import dataclasses
 import inspect
 import pkgutil
 import queue
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from cotrain.engine.arguments import EngineSpec, engine_arguments, graph_sizes, 
 from cotrain.engine.engine import RolloutEngine
 from cotrain.engine.speculation.draft_length import DraftLengths, Plan, Step
 from cotrain.engine.tap_admission import TapRequest
+from cotrain.engine.tools import ToolFailed
+from cotrain.engine.trajectories import TrajectoryEngine
 from cotrain.engine.worker import EngineWorker
-from cotrain.records import GainReport, Rollout, RolloutRequest, Versions
+from cotrain.records import GainReport, Rollout, RolloutBatch, RolloutRequest, Versions
 from drafters.base import ServingSpec
 
 K = 2
@@ -262,6 +265,74 @@ def test_calls_enter_together_in_the_order_of_their_places_and_end_one_by_one(tm
             assert ended == ["0", "2"] and not engine._admission.tapped
 
     asyncio.run(two_steps())
+
+
+class Playing(TrajectoryEngine):
+    """An engine whose turns end at once. It notes which requests compute all that they are asked."""
+
+    on_workers = Together.on_workers
+
+    def __init__(self, spec: EngineSpec):
+        super().__init__(spec)
+        model_config = SimpleNamespace(get_hidden_size=lambda: 4, dtype=torch.float32)
+        self._engine = SimpleNamespace(errored=False, model_config=model_config, add_request=self.add_request)
+        self.whole: list[tuple[int, str]] = []
+
+    async def add_request(self, name: str, prompt: object, sampling: Any) -> asyncio.Queue[object]:
+        if sampling.skip_reading_prefix_cache:
+            self.whole.append((self.versions.policy, name.rsplit("-")[-1]))
+        outputs = asyncio.Queue[object]()
+        outputs.put_nowait(None)
+        return outputs
+
+    def _rollout(self, request: RolloutRequest, output: object) -> Rollout:
+        return Rollout(request.prompt_id, request.sample_index, [1, 2], [3], [-1.0], "", "stop", Versions(0, 0))
+
+
+class TwoTurns:
+    """Tools of trajectories of two turns, between which the policy may move. Those of sample 0 fail at first, and all begin after the
+    first turn of sample 1.
+    """
+
+    max_turns, max_turn_tokens, sampling = 3, 8, None
+
+    def __init__(self, engine: Playing, moves: bool):
+        self._engine, self._moves, self._answered = engine, moves, asyncio.Event()
+
+    def of(self, name: str, number: int) -> Any:
+        async def begin(row: object) -> None:
+            if name.endswith("r0-0"):
+                raise ToolFailed("it broke")
+            if not name.endswith("r1-0"):
+                await self._answered.wait()
+
+        async def step(text: str, last_token: int) -> list[int] | None:
+            if self._moves:
+                self._engine.versions = Versions(1, 0)
+            self._answered.set()
+            turns.append(last_token)
+            return [4] if len(turns) == 1 else None
+
+        async def reward() -> float:
+            return 1.0
+
+        turns: list[int] = []
+        return SimpleNamespace(begin=begin, step=step, reward=reward, forget=lambda: None, seconds=0.0)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_tapped_trajectory_computes_what_no_other_has_computed_with_this_policy(tmp_path: Path, moves: bool) -> None:
+    async def play() -> tuple[Playing, RolloutBatch]:
+        engine = Playing(spec_of(tmp_path))
+        requests = [RolloutRequest("p", i, [1, 2], None) for i in range(3)]
+        return engine, await engine.play(requests, 1.0, {}, cast(Any, TwoTurns(engine, moves)))
+
+    engine, batch = asyncio.run(play())
+    # Request 0 fails before it computes anything, and is not tapped when it begins again. Request 2 finds all in the cache.
+    assert engine.whole == ([(0, "b1r1"), (1, "b1r1")] if moves else [(0, "b1r1")])
+    assert batch.failures == ("it broke",) and batch.rewards == [1.0] * 3
+    assert [len(rollout.token_ids) for rollout in batch.rollouts] == [3] * 3 and batch.num_generated_tokens == 6
+    assert not engine._admission.tapped and engine._admission._lengths == deque([3] * 3)
 
 
 def test_a_refusal_reaches_all_calls_that_enter_together(tmp_path: Path) -> None:

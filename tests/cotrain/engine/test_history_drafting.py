@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.suffix_index import distribution
 from cotrain.engine.history import HistoryDrafting, Probabilities, Proposal, Step, match_classes, speed_of
-from cotrain.engine.interface import attach
 from cotrain.engine.speculation.draft_length import Plan
 from cotrain.engine.speculation.served_acceptance import Choice, ServedAcceptance
 from drafters.suffix.index import Drafts, RequestTexts, SuffixIndex
@@ -117,8 +116,7 @@ def test_vllm_gets_lists_of_drafts_and_the_distributions_that_they_were_drawn_fr
     history = HistoryDrafting(runner, SuffixIndex(2**12), draws=False)
     history.add([([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11])])
     history._of_match = [ServedAcceptance(K, [rate] * K) for _ in history._of_match]
-    output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={})
-    attach(output, CHOOSE)
+    output = SimpleNamespace(num_spec_tokens_to_schedule=K, scheduled_spec_decode_tokens={}, cotrain=CHOOSE)
     sampling = SimpleNamespace(all_greedy=False, all_random=True)
     assert runner.propose_draft_token_ids(output, [[8]], sampling) == drafts
     if rate:

@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_version_is_neither_used_nor_passed_over(run):
     """Passed over, it would be deleted with all that a run from the first step on writes again."""
     save(run, 1)
     (run.checkpoint(1) / "COMPLETE").write_text('{"schema": 1, "files": {}}')
-    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 13: resume with"):
+    with pytest.raises(ValueError, match="step_000001 has schema 1, this version of cotrain reads 14: resume with"):
         latest_checkpoint(run)
     assert run.checkpoint(1).is_dir()
 

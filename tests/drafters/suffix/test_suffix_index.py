@@ -200,9 +200,7 @@ def test_pieces_of_work_do_not_grow_with_the_index(monkeypatch: pytest.MonkeyPat
     sizes = []
     for prompt, response in texts:
         index.add(key_of(prompt), response)
-        for size in index._work:
-            if size is None:
-                break
+        for size in index._work.popleft():
             sizes.append(size)
             assert draft_of(index, [9], [4, 5, 4], 2, False).nums[0], "its own text is drafted from all the time"
     assert max(sizes) <= 16 * 5 and len(sizes) > 1_000
