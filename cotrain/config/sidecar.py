@@ -43,6 +43,9 @@ class SidecarConfig(Section):
     """Choose the draft length, 0 included, by speeds measured on the host's own traffic. False: always num_speculative_tokens."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the host's requests whose text and hidden states the trainer gets. It keeps them in memory only."""
+    adapter: str = ""
+    """Which requests are trained on where the host's engine serves LoRA adapters: by default those without one; the name of an adapter
+    for its requests alone; "*" for all together. The drafter drafts for all requests in any case."""
     features: FeatureTapConfig = FeatureTapConfig()
     spool: Path | None = None
     """Folder through which engines and trainer exchange files. Default: cotrain-NAME in /dev/shm, which is memory."""

@@ -28,6 +28,8 @@ OTHER_LAWS = (
 )  # fmt: skip
 """Sampling parameters of vLLM that, when set, change the distribution of the tokens from the one that drafters train for."""
 
+ANY_ADAPTER = "*"
+
 SPREADS = 3.0  # standard deviations above its mean for which the sum of the lengths of tapped responses has room
 
 FEWEST_LENGTHS, MOST_LENGTHS = 64, 1024
@@ -95,25 +97,32 @@ class Admission:
             rows = min(rows, int(len(requests) * lengths.mean() + SPREADS * spread))
         return sum(prompts.values()) + rows
 
-    def admit(self, requests: Iterable[Any], share: float) -> dict[str, TapRequest]:
-        """Choose among new requests of a host (vLLM's NewRequestData). Returns those to tap, by name."""
+    def admit(self, requests: Iterable[Any], share: float, adapter: str = "") -> dict[str, TapRequest]:
+        """Choose among new requests of a host (vLLM's NewRequestData). Returns those to tap, by name. adapter: see SidecarConfig."""
         asked = dict[str, TapRequest]()
         for new in requests:
             if new.req_id in self.tapped or len(new.prefill_token_ids or ()) > len(new.prompt_token_ids or ()):
                 continue  # it resumes after a preemption, and the scheduler for model runner V2 lists it as new again
-            if (reason := left_out(new)) is not None:
+            if (reason := left_out(new, adapter)) is not None:
                 self.dropped[reason] += 1
             else:
-                prompt = str(hash(tuple(new.prompt_token_ids)))
+                prompt = str(hash((adapter_of(new), *new.prompt_token_ids)))
                 asked[new.req_id] = TapRequest(prompt, len(new.prompt_token_ids), new.sampling_params.max_tokens)
         return self.choose(asked, share)
 
 
-def left_out(request: Any) -> str | None:
-    """Return why a request of a host is not tapped, or None when it may be."""
+def adapter_of(request: Any) -> str:
+    """Return the name of a request's LoRA adapter; empty without one."""
+    return "" if request.lora_request is None else str(request.lora_request.lora_name)
+
+
+def left_out(request: Any, adapter: str = "") -> str | None:
+    """Return why a request of a host is not tapped, or None when it may be. adapter: whose requests are tapped, see SidecarConfig."""
     law = request.sampling_params
-    if law is None or request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
+    if law is None or request.prompt_token_ids is None or request.mm_features:
         return "not text to text"
+    if adapter not in (ANY_ADAPTER, own := adapter_of(request)):
+        return f"adapter {own}" if own else "without an adapter"
     taken = (law.extra_args or {}).get("cotrain", True)
     if str(taken).lower() in ("false", "0"):  # vLLM's server reads JSON's false as 0
         return "opted out"

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ class Intake:
         self.waiting: list[tuple[Rollout, FeatureRecord]] = []
         self._gain, self._left_out, self._said = GainReport(), Counter[str](), Counter[str]()  # see `left_out`
         self._versions: dict[Path, int] = {}
+        self._counted = Counter[str]()  # of all engines, at the last `by_adapter`
 
     def poll(self) -> None:
         """Take in what has come since the last call, and forget engines that have ended."""
@@ -60,6 +62,16 @@ class Intake:
     def left_out(self) -> Counter[str]:
         """Return the number of requests that could not be trained on, by reason, and of all that have `finished`."""
         return sum(map(_left_out, self.engines.values()), self._left_out)
+
+    def by_adapter(self) -> dict[str, float]:
+        """Return the acceptance length since the last call by adapter; "base" is that of requests without one. Empty without adapters."""
+        counts = sum((state.counts for state in self.engines.values()), Counter[str]())
+        new, self._counted = counts - self._counted, counts
+        lengths = dict[str, float]()
+        for key, drafts in new.items():
+            if (name := key.removeprefix("drafts/")) != key:
+                lengths[re.sub(r"[^\w.-]", "_", name) or "base"] = 1 + new[f"accepted/{name}"] / drafts
+        return lengths
 
     def in_words(self, of_all: bool = False) -> str:
         """Say how many requests were left out since the last `take`, or of all, and why; nothing if none were."""

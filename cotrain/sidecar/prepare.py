@@ -73,7 +73,10 @@ def prepare(config: SidecarConfig, resume: bool, stack: ExitStack) -> Prepared:
         what = "another policy, shape of drafter, draft length or adaptive"
         raise ValueError(f"spool: engines live in {spool.folder} that were started with {what}; end them first")
     layers, room = serving.aux_layers, config.features.max_bytes
-    spool.create(Settings(config.model, str(model), speculation, layers, config.share, room, config.adaptive))
+    settings = Settings(
+        config.model, str(model), speculation, layers, config.share, room, config.adaptive, config.adapter
+    )
+    spool.create(settings)
     return Prepared(config, run_dir, state, trainer, spool, inherits)
 
 

@@ -160,6 +160,7 @@ class DrafterService:
         self._state = replace(self._state, step=step, seconds=self._state.seconds + seconds)
         row = rollout_metrics(batch.rollouts, batch) | drafting_metrics(batch.speculation) | outcome.metrics
         row |= {"versions/policy": versions.policy, "versions/drafter": versions.drafter, "time/step_s": seconds}
+        row |= {f"sidecar/acceptance_length/{name}": length for name, length in self._intake.by_adapter().items()}
         counted = self._intake.left_out()
         row["sidecar/dropped"] = float(counted.total() - counted["finished"])
         if outcome.trains and row["drafter/buffer_tokens"]:

@@ -48,6 +48,7 @@ class Settings:
     share: float  # share of the requests that are tapped, 0 to 1
     max_bytes: int  # most bytes of shards that the trainer has not read; further ones are dropped
     adaptive: bool  # choose the draft length by measured speed, instead of always drafting as many tokens as possible
+    adapter: str = ""  # whose requests are tapped, see SidecarConfig
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 It makes vLLM's LLM, reads one command per line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
 to the file descriptor ANSWERS. OPTION is "without corrections", "dummy" (the policy has no weights before
 `fill`), "reports often" (an engine in this very process, every REPORT_SECONDS) or "interpreted" (so does Triton's interpreter, with a
-function FAULT that raises), or "asynchronous" (as "reports often", with vLLM's asynchronous scheduling, which it uses on GPUs).
+function FAULT that raises), or "asynchronous" (as "reports often", with vLLM's asynchronous scheduling, which it uses on GPUs). With an option "adapter=FOLDER" the engine takes
+requests for the LoRA adapter in it.
 """
 
 import json
@@ -26,20 +27,28 @@ REPORT_SECONDS = 0.1
 class Host:
     """An engine and what hosts do with it. What touches weights needs an engine in this very process."""
 
-    def __init__(self, model: str, load_format: str = "auto"):
+    def __init__(self, model: str, load_format: str = "auto", adapter: str | None = None):
         from vllm import LLM
 
+        self._adapter = adapter
+        lora = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
         self.llm = LLM(
             model, dtype="float32", max_model_len=MODEL_LEN, enforce_eager=True, kv_cache_memory_bytes=2**28, seed=0,
-            disable_log_stats=False, load_format=load_format,
+            disable_log_stats=False, load_format=load_format, **lora,
         )  # fmt: skip
 
-    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], sampling: dict[str, Any], adapter: str | None = None
+    ) -> list[list[int]]:
+        """adapter: name under which the host's adapter serves these requests; None for the base."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
+        lora = None if adapter is None or self._adapter is None else LoRARequest(adapter, 1, self._adapter)
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = SamplingParams(**sampling, ignore_eos=True, detokenize=False)
-        return [list(output.outputs[0].token_ids) for output in self.llm.generate(requests, params, use_tqdm=False)]
+        outputs = self.llm.generate(requests, params, use_tqdm=False, lora_request=lora)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def begin(self, prompts: list[list[int]], num_tokens: int, num_steps: int, temperature: float = 1.0) -> None:
         """Requests that are left in the middle."""
@@ -182,7 +191,8 @@ def main(stack: ExitStack, descriptor: int, model: str, *options: str) -> None:
 
         cotrain.engine.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
-        host = Host(model, *(option for option in options if option == "dummy"))
+        [adapter] = [option.removeprefix("adapter=") for option in options if option.startswith("adapter=")] or [None]
+        host = Host(model, "dummy" if "dummy" in options else "auto", adapter)
         if {"reports often", "interpreted", "asynchronous"}.intersection(options):
             from cotrain.engine.host import scheduling, worker
 

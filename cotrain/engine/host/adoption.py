@@ -22,9 +22,6 @@ MARK = "cotrain_adopted"  # attribute of an adopted engine's SchedulerConfig, wh
 HOST_HAS_SET = {
     "speculative_config": "an engine has one proposer: leave it out",
     "logits_processors": "vLLM refuses them beside speculation",
-    "enable_lora": "the drafter learns from one set of weights: merge the adapter",
-    "quantization": "the drafter needs the plain weights of the output head",
-    "quantization_config": "the drafter needs the plain weights of the output head",
 }
 """Arguments of vLLM that keep an engine from being adopted when the host sets them, and why."""
 
@@ -103,8 +100,6 @@ def check_config(vllm_config: Any) -> None:
     """Check the VllmConfig that was made with our drafter. Raises NotAdopted."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     _check_hooks(SIDECAR_OF_RUNNER[vllm_config.use_v2_model_runner])
-    if model.quantization is not None:
-        raise NotAdopted(f"its weights are quantized ({model.quantization}): take a checkpoint with plain weights")
     if model.runner_type != "generate":
         raise NotAdopted(f"it does not generate text but is for {model.runner_type}")
     if (num_ranks := parallel.world_size * parallel.data_parallel_size) != 1:

@@ -20,6 +20,7 @@ from cotrain.engine.interface import wrap
 from cotrain.weights.payload import write_payload
 
 KEPT_VERSIONS = 2
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 MATRIX_ELEMENTS, VECTOR_ELEMENTS = 128, 4  # about how many elements of each matrix and each vector are compared
 UPDATES = ("finish_weight_update", "reload_weights", "wake_up")  # methods of a worker that may change its weights
 
@@ -94,14 +95,25 @@ class PolicyWatch:
             old.unlink()
 
     def _matrices(self) -> dict[str, Tensor]:
-        """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out."""
+        """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out.
+
+        Raises ValueError when one of them is quantised. Other weights may be.
+        """
         found = [module for module in self._model.modules() if isinstance(module, VocabParallelEmbedding)]
         embeddings = [module for module in found if not isinstance(module, ParallelLMHead)]
+        if unreadable := [type(module).__name__ for module in found if not hasattr(module, "weight")]:
+            raise ValueError(
+                f"a {unreadable[0]} has no plain weight, from which a drafter learns: quantise other layers alone"
+            )
         tied = [e.weight for e in embeddings]
         heads = [m for m in found if isinstance(m, ParallelLMHead) and not any(m.weight is w for w in tied)]
         if len(embeddings) != 1 or len(heads) > 1:
             raise ValueError(f"there are {len(embeddings)} embeddings and {len(heads)} heads, and not one of each")
-        named = zip(("model.embed_tokens.weight", "lm_head.weight"), [*embeddings, *heads], strict=False)
+        named = [*zip(("model.embed_tokens.weight", "lm_head.weight"), [*embeddings, *heads], strict=False)]
+        if packed := [name for name, module in named if module.weight.dtype not in PLAIN]:
+            raise ValueError(
+                f"{packed[0]} is quantised, from which a drafter cannot learn: quantise other layers alone"
+            )
         return {name: m.weight.detach()[: m.shard_indices.num_org_elements] for name, m in named}
 
     def _elements(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cotrain.engine.host.breaker import Breaker
 from cotrain.engine.scheduling import WatchedScheduler, draft_lengths_of, generated_of, step_of, verified
-from cotrain.engine.tap_admission import Admission, TapRequest, row_bytes
+from cotrain.engine.tap_admission import Admission, TapRequest, adapter_of, row_bytes
 from cotrain.records import GainReport
 from cotrain.transport.spool import Finished, Offer, Record, Settings, Spool, State, read_json
 
@@ -35,7 +35,7 @@ class Stamp(NamedTuple):
 class Decisions:
     """Decides for one engine which requests are tapped, when a drafter is swapped in, and how many tokens are drafted.
 
-    Its 17 attributes are what these decisions and the stamp's reports need from step to step.
+    Its 18 attributes are what these decisions and the stamp's reports need from step to step.
     """
 
     def __init__(self, spool: Spool, scheduler: Any):
@@ -44,7 +44,8 @@ class Decisions:
         self._draft_lengths = draft_lengths_of(scheduler)
         width = (len(settings.aux_layers) + 1) * config.model_config.get_hidden_size()
         row_size = row_bytes(width, config.model_config.dtype.itemsize)
-        self._admission, self._share = Admission(settings.max_bytes, row_size, config.instance_id), settings.share
+        self._admission, self._asked = Admission(settings.max_bytes, row_size, config.instance_id), settings
+        self._has_adapters = config.lora_config is not None
         self._state, self._seen = spool.engine(config.instance_id).state, dict[Path, tuple[int, int]]()
         self._attached, self._offer, self._is_new, self._reported = False, Offer(), False, 0.0
         self._number, self._before = 0, list[tuple[int, dict[str, int]]]()
@@ -59,7 +60,7 @@ class Decisions:
                 self._draft_lengths.adapt()
             self._attached = state.reason is None
         if (settings := self._news(self._spool.settings_file, Settings)) is not None:
-            self._share = settings.share  # a trainer that was restarted may ask for less
+            self._asked = settings  # a trainer that was restarted may ask for less
         if (offer := self._news(self._spool.current, Offer)) is not None:
             # Digests too, since a trainer that was restarted may use a version again.
             if (offer.version, offer.digests) != (self._offer.version, self._offer.digests):
@@ -75,7 +76,8 @@ class Decisions:
         if now - self._reported > REPORT_SECONDS:
             self._reported, gain = now, GainReport(**self._draft_lengths.report()["gain"])
         new = output.scheduled_new_reqs
-        tapped = self._admission.admit(new, self._share) if new and self._spool.is_alive() else {}
+        asked = self._asked.share, self._asked.adapter
+        tapped = self._admission.admit(new, *asked) if new and self._spool.is_alive() else {}
         self._counts["tapped"] += len(tapped)
         self._steps |= {name: [] for name in tapped}
         finished, self._finished = self._finished, []
@@ -98,6 +100,10 @@ class Decisions:
         drafts = verified(output, generated)
         for name in drafts.keys() & self._steps.keys():
             self._steps[name].append(drafts[name])
+        if self._has_adapters:
+            for name, (_, taken) in drafts.items():
+                adapter = adapter_of(self._requests[name])
+                self._counts.update({f"drafts/{adapter}": 1, f"accepted/{adapter}": taken})
         drafted, accepted = map(sum, zip((0, 0), *step.drafts, strict=True))
         counts = {"drafts": len(drafts), "drafted_tokens": drafted, "accepted_tokens": accepted}
         self._counts.update(counts, generated_tokens=step.num_tokens)

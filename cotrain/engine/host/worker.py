@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from torch import nn
 from vllm import __version__
 from vllm.config import set_current_vllm_config
 
@@ -67,6 +68,16 @@ class Shards:
         self.seconds += self._written - started
 
 
+def _draft_without_adapters(drafter: nn.Module) -> None:
+    """Let a drafter use the policy's embedding without its LoRA layer, which knows of the tokens of the policy's pass alone."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    for module in list(drafter.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, BaseLayerWithLoRA):
+                setattr(module, name, child.base_layer)
+
+
 class WorkerSidecar:
     """Serves one engine: it knows the engine's part of the spool, and the state of its tapped requests."""
 
@@ -79,6 +90,8 @@ class WorkerSidecar:
         self._changed: dict[int, Versions] = {}  # versions that serve from a step on, until its output has come
         self._reported = 0.0
         cpu.correct()
+        if worker.vllm_config.lora_config is not None:
+            _draft_without_adapters(worker.get_draft_model())
         draft, kept = worker.speculative_config.draft_model_config, engine.folder / "kept" / "drafter"
         self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
         self._policy = PolicyWatch(worker, engine.policies)

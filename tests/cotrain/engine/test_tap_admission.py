@@ -158,6 +158,20 @@ def test_what_is_left_out_of_the_tap(request_: Any, reason: str | None) -> None:
     assert left_out(request_) == reason
 
 
+WORDS = {"lora_request": SimpleNamespace(lora_name="words")}
+
+
+@pytest.mark.parametrize(("adapter", "tapped"), [("", "0"), ("words", "1"), ("others", ""), ("*", "01")])
+def test_requests_of_one_adapter_are_tapped_unless_all_are_asked_for(adapter: str, tapped: str) -> None:
+    admission = Admission(100 * ROW, ROW, "seed")
+    requests = [request_of_a_host("0"), request_of_a_host("1", WORDS)]
+    chosen = admission.admit(requests, 1.0, adapter)
+    assert "".join(chosen) == tapped
+    reasons = {"0": "without an adapter", "1": "adapter words"}
+    assert +admission.dropped == {reasons[name]: 1 for name in reasons if name not in tapped}
+    assert len({request.prompt for request in chosen.values()}) == len(chosen), "an adapter's rows are its own"
+
+
 def test_what_goes_on_after_a_preemption_is_not_chosen_again() -> None:
     admission = Admission(100 * ROW, ROW, "seed")
     admission.admit([request_of_a_host("0")], 1.0)

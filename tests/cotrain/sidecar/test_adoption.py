@@ -71,8 +71,6 @@ def test_an_engine_of_the_same_model_is_adopted_by_name_or_folder(spool: Spool, 
         ({"worker_extension_cls": OWN_EXTENSION}, r"trains its drafter itself"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, r"has set speculative_config, .*leave it out"),
         ({"logits_processors": ["host.Processor"]}, r"has set logits_processors"),
-        ({"enable_lora": True}, r"has set enable_lora, .*merge the adapter"),
-        ({"quantization": "fp8"}, r"has set quantization"),
     ],
 )  # fmt: skip
 def test_what_a_host_has_set_keeps_an_engine_from_being_adopted(
@@ -116,14 +114,13 @@ def test_a_vllm_whose_functions_have_moved_is_left_alone(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization": "awq"}, r"quantized \(awq\)"),
         ({"runner_type": "pooling"}, r"is for pooling"),
         ({"world_size": 2}, r"has 2 ranks: .*single device"),
         ({"data_parallel_size": 3}, r"has 3 ranks"),
     ],
 )
 def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, Any], reason: str) -> None:
-    found = {"quantization": None, "runner_type": "generate", "world_size": 1, "data_parallel_size": 1}
+    found = {"runner_type": "generate", "world_size": 1, "data_parallel_size": 1}
     everything = SimpleNamespace(**found)
     config = SimpleNamespace(use_v2_model_runner=False, model_config=everything, parallel_config=everything)
     check_config(config)
@@ -134,7 +131,7 @@ def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, An
 
 @pytest.mark.parametrize("is_v2", [False, True])
 def test_a_vllm_whose_model_runner_has_moved_is_left_alone(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(quantization=None, runner_type="generate", world_size=1, data_parallel_size=1)
+    found = SimpleNamespace(runner_type="generate", world_size=1, data_parallel_size=1)
     config = SimpleNamespace(use_v2_model_runner=is_v2, model_config=found, parallel_config=found)
     runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner" if is_v2 else RUNNER
     path = f"{runner}.take_draft_token_ids"

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from cotrain.config.schema import MIN_PROMPTS
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.models.loading import TINY_MODEL, resolve_model
 from cotrain.run.rows import read_rows
+from cotrain.sidecar.intake import Intake
 from cotrain.sidecar.service import serve
 from cotrain.trainer.trainer import DrafterTrainer
-from cotrain.transport.spool import EngineFolder, Offer, Spool, Verdict, read_json, remove_leftovers
+from cotrain.transport.spool import EngineFolder, Offer, Spool, State, Verdict, read_json, remove_leftovers
 from pipelines.cli import main
 from tests.cotrain.sidecar.host import Host, living
 from tests.cotrain.trainer.conftest import Target
@@ -389,3 +391,15 @@ def test_everything_that_is_wrong_is_said_before_anything_is_loaded(config):
     for line in ("name:", "model:", "spool:", "device:", "tracking.uri:"):
         assert f"\n  {line}" in text
     assert (config.spool_folder / "letter.txt").exists()
+
+
+def test_acceptance_is_counted_by_adapter_and_since_the_last_round(tmp_path):
+    def state(**counts: int) -> State:
+        return State(1, counts=Counter(counts | {"drafts": 99, "accepted_tokens": 99}))
+
+    intake = Intake(Spool(tmp_path), None, {})
+    assert intake.by_adapter() == {}
+    intake.engines = {"a": state(**{"drafts/": 10, "accepted/": 5, "drafts/a b": 4}), "b": state(**{"drafts/": 10})}
+    assert intake.by_adapter() == {"base": 1.25, "a_b": 1.0}
+    intake.engines["a"] = state(**{"drafts/": 10, "accepted/": 5, "drafts/a b": 8, "accepted/a b": 8})
+    assert intake.by_adapter() == {"a_b": 3.0}
