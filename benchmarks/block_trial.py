@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.stored_text import StoredText, read_text
 from cotrain.optimizer import MAX_GRAD_NORM
 from cotrain.trainer.buffer import batches_of
-from cotrain.trainer.target import read_target_weights
+from cotrain.trainer.trainer import read_target_weights
 from cotrain.transport.features import FeatureRecord
 from drafters import alignment
 from drafters.acceptance import StartAcceptance, rollout_acceptance

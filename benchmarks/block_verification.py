@@ -22,7 +22,7 @@ from torch import Tensor
 import drafters.losses
 from benchmarks.block_trial import DRAWN, LENGTHS, compared
 from benchmarks.stored_text import read_text
-from cotrain.trainer.target import read_target_weights
+from cotrain.trainer.trainer import read_target_weights
 from drafters.acceptance import StartAcceptance
 from drafters.base import SamplingParams, TargetSpec, TargetWeights
 from drafters.build import load_drafter

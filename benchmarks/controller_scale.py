@@ -89,12 +89,16 @@ def answer(what: list[Any]) -> Any:
 
 
 class Engines:
-    """Engines that never die and draft from no history."""
+    """Engines that never die, draft from no history and have no tools."""
+
+    tools = None
 
     def __init__(self, number: int):
         self.in_dispatch = list(range(number))
 
-    def begin_generate(self, engine: int, requests: list[RolloutRequest], tap: bool, together: Any) -> Reference:
+    def begin_generate(
+        self, engine: int, requests: list[RolloutRequest], tap: float, together: Any, prompt_answer: Any
+    ) -> Reference:
         return Reference(requests)
 
     def share_history(self, engine: int, generated: Any) -> None: ...

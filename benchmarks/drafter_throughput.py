@@ -32,7 +32,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     from cotrain.models.loading import resolve_model
-    from cotrain.trainer.target import read_target_weights
+    from cotrain.trainer.trainer import read_target_weights
     from drafters.alignment import DraftBatch
     from drafters.base import SamplingParams, TargetSpec
     from drafters.build import build_drafter

@@ -201,7 +201,7 @@ class Scorer:
     """Expected acceptance of a drafter on rollouts, as the trainer scores it."""
 
     def __init__(self, config: RunConfig, model: Path, target: object):
-        from cotrain.trainer.target import read_target_weights
+        from cotrain.trainer.trainer import read_target_weights
         from drafters.base import SamplingParams
 
         rollout: RolloutConfig = config.rollout

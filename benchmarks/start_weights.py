@@ -23,7 +23,7 @@ import drafters.losses
 from benchmarks.stored_text import StoredText, read_text
 from cotrain.optimizer import MAX_GRAD_NORM, build_optimizer
 from cotrain.trainer.buffer import batches_of
-from cotrain.trainer.target import read_target_weights
+from cotrain.trainer.trainer import read_target_weights
 from drafters.acceptance import rollout_acceptance
 from drafters.alignment import Alignment, DraftBatch, generated_before
 from drafters.base import Drafter, SamplingParams, TargetSpec, TargetWeights

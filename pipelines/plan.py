@@ -9,8 +9,7 @@ from typing import Any
 
 from cotrain.config.schema import PolicyConfig, RunConfig
 from cotrain.models.loading import config_folder
-from cotrain.process.cluster import place, weight_transfer
-from cotrain.process.placement import bundles_of, nodes_for, roles_of
+from cotrain.process.cluster import bundles_of, nodes_for, place, roles_of, weight_transfer
 from drafters.files import read_config
 from drafters.mtp.formats import without_head
 

@@ -7,8 +7,7 @@ from typing import Any
 from cotrain.config.schema import EnvironmentTask, RunConfig
 from cotrain.engine.tools import Tools
 from cotrain.process.children import Actor
-from cotrain.process.cluster import Cluster
-from cotrain.process.placement import roles_of
+from cotrain.process.cluster import Cluster, roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.transport.nodes import Nodes
 

@@ -14,8 +14,7 @@ from cotrain.engine.worker import EngineWorker
 from cotrain.lossless.emitted import Draws
 from cotrain.policy.learner import PolicyLearner
 from cotrain.process.calls import P, Reply, T, begin
-from cotrain.process.cluster import Cluster, engine_device, free_port
-from cotrain.process.placement import roles_of
+from cotrain.process.cluster import Cluster, engine_device, free_port, roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.records import Rollout, ScoredRollout, WeightPayload
 from cotrain.transport.nodes import Nodes

@@ -5,9 +5,8 @@ from typing import Any
 
 from cotrain.config.schema import RunConfig
 from cotrain.process.children import Actor
-from cotrain.process.cluster import Cluster
+from cotrain.process.cluster import Cluster, roles_of
 from cotrain.process.failures import TaskFailed
-from cotrain.process.placement import roles_of
 from cotrain.process.threads import openmp_environment
 from cotrain.records import Prompt
 from cotrain.transport.nodes import Nodes

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from cotrain.lossless.emitted import BY_PROBABILITY, Draws, Floats, concatenate
+from cotrain.lossless.emitted import ORDERS, Draws, Floats, concatenate
 from cotrain.lossless.family import CheckResult
 from cotrain.records import Rollout
 from drafters.base import SamplingParams
@@ -55,7 +55,8 @@ def setting_checks(
     parts = {name: random}
     if len(set(strata)) > 1:
         parts |= {f"{name}: {stratum}": part for stratum, part in by_stratum(random, strata).items()}
-    return results + [uniformity_check(d, part, rng, order) for part, d in parts.items() for order in d.before]
+    orders = range(random.before.shape[1])
+    return results + [uniformity_check(d, part, rng, order) for part, d in parts.items() for order in orders]
 
 
 def support_check(draws: Draws, setting: str) -> CheckResult:
@@ -64,16 +65,18 @@ def support_check(draws: Draws, setting: str) -> CheckResult:
     return CheckResult("support", setting, len(draws), share, "share", 0.0 if share else 1.0)
 
 
-def uniformity_check(draws: Draws, setting: str, rng: np.random.Generator, order: str = BY_PROBABILITY) -> CheckResult:
-    """Kolmogorov-Smirnov test of the transformed tokens, exact in finite samples; rng randomises the transform.
+def uniformity_check(draws: Draws, setting: str, rng: np.random.Generator, order: int = 0) -> CheckResult:
+    """Kolmogorov-Smirnov test of the transformed tokens, exact in finite samples, in one of ORDERS; rng randomises the transform.
 
     Effect: largest difference between the observed and the predicted share of tokens up to a point of the order. It
     estimates a lower bound of the mean total variation distance, and that distance itself when the tokens drawn too
     often all come before those drawn too rarely (sharpening or flattening, with the order by probability).
     """
-    transformed = draws.before[order] + rng.random(len(draws)) * draws.probability
+    transformed = draws.before[:, order] + rng.random(len(draws)) * draws.probability
     test = stats.kstest(transformed, "uniform", method="exact")
-    return CheckResult(f"uniformity by {order}", setting, len(draws), float(test.statistic), "TV", float(test.pvalue))
+    return CheckResult(
+        f"uniformity by {ORDERS[order]}", setting, len(draws), float(test.statistic), "TV", float(test.pvalue)
+    )
 
 
 def returned_log_prob_check(

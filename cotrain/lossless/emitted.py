@@ -5,7 +5,7 @@ engine, so that both truncate at the same token; probabilities are float64. A di
 so it is reduced at once to the few numbers that the tests read.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import Tensor
 from drafters.base import SamplingParams
 from drafters.losses import at_least_float32, truncate
 
-BY_PROBABILITY = "probability"
+ORDERS = ("probability", "draft vocabulary")
+"""Orders of outcomes: by descending probability, ties by id; and with those that can be drafted before all others, ties likewise."""
+
 CHUNK_ROWS = 64
 
 Floats = NDArray[np.float64]
@@ -25,11 +27,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Draws:
-    """N outcomes, each drawn from its own distribution. Arrays of shape [N]; log-probs in nats."""
+    """N outcomes, each drawn from its own distribution. Arrays of shape [N] unless said otherwise; log-probs in nats."""
 
     probability: Floats
     log_prob: Floats
-    before: dict[str, Floats]  # by name of an order: total probability of the outcomes that come before the drawn one
+    before: Floats  # [N, O]: total probability of the outcomes before the drawn one, in the first O of ORDERS
     impossible: NDArray[np.bool_]  # probability is 0; the outcome's numbers are those of the least likely possible one
     outside: NDArray[np.bool_]  # the outcome is impossible, and no numerical error of the distribution explains it
 
@@ -38,17 +40,15 @@ class Draws:
 
     def select(self, index: NDArray[np.bool_] | NDArray[np.int64]) -> "Draws":
         """The draws at the indices, or where the mask is True."""
-        before = {name: values[index] for name, values in self.before.items()}
-        return Draws(self.probability[index], self.log_prob[index], before, self.impossible[index], self.outside[index])
+        return Draws(*(values[index] for values in vars(self).values()))
 
 
 def draws_of(
-    log_probs: Tensor, outcomes: Tensor, orders: Mapping[str, Tensor] | None = None, outside: Tensor | None = None
+    log_probs: Tensor, outcomes: Tensor, drafted: Tensor | None = None, outside: Tensor | None = None
 ) -> Draws:
     """Reduce log-probabilities [N, V] (-inf: impossible) and the outcomes drawn from them [N].
 
-    orders: by name, keys [V] or [N, V]. Outcomes with a smaller key come first, ties by descending probability, then by
-    id. The order "probability" is always there. A key may depend only on the past of its row, never on what was drawn.
+    drafted [V]: can an outcome be drafted? None if all can, and then there is only the first of ORDERS.
     outside [N]: outcomes of probability 0 that no error of the distribution explains; by default all of probability 0.
     """
     probs = log_probs.double().exp()
@@ -57,36 +57,23 @@ def draws_of(
     drawn_prob = probs.gather(1, drawn)
     ids = torch.arange(probs.shape[1], device=probs.device)
     likelier = probs * ((probs > drawn_prob) | ((probs == drawn_prob) & (ids < drawn)))
-    before = {BY_PROBABILITY: likelier.sum(1)}
-    for name, key in (orders or {}).items():
-        keys = key.to(probs.device).expand_as(probs)
-        drawn_key = keys.gather(1, drawn)
-        before[name] = (probs * (keys < drawn_key)).sum(1) + (likelier * (keys == drawn_key)).sum(1)
+    before = [likelier.sum(1)]
+    if drafted is not None:
+        first = drafted.to(probs.device).expand_as(probs)
+        is_first = first.gather(1, drawn)
+        before.append((probs * (first > is_first)).sum(1) + (likelier * (first == is_first)).sum(1))
     return Draws(
         probability=drawn_prob.squeeze(1).cpu().numpy(),
         log_prob=log_probs.double().gather(1, drawn).squeeze(1).cpu().numpy(),
-        before={name: sums.cpu().numpy() for name, sums in before.items()},
+        before=torch.stack(before, 1).cpu().numpy(),
         impossible=impossible.cpu().numpy(),
         outside=(impossible if outside is None else outside).cpu().numpy(),
     )
 
 
-def members_first(token_ids: Iterable[int], size: int) -> Tensor:
-    """Key [V] of the order that puts these tokens, such as a draft vocabulary, before all others."""
-    key = torch.ones(size)
-    key[list(token_ids)] = 0
-    return key
-
-
 def concatenate(parts: Sequence[Draws]) -> Draws:
     """Concatenate draws. There must be at least one part, and all parts must have the same orders."""
-    return Draws(
-        np.concatenate([part.probability for part in parts]),
-        np.concatenate([part.log_prob for part in parts]),
-        {name: np.concatenate([part.before[name] for part in parts]) for name in parts[0].before},
-        np.concatenate([part.impossible for part in parts]),
-        np.concatenate([part.outside for part in parts]),
-    )
+    return Draws(*map(np.concatenate, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 @torch.no_grad()
@@ -95,10 +82,10 @@ def response_draws(
     prompt_token_ids: list[int],
     token_ids: list[int],
     sampling: SamplingParams,
-    orders: Mapping[str, Tensor] | None = None,
+    drafted: Tensor | None = None,
     logit_tolerance: float = 0.0,
 ) -> Draws:
-    """Response tokens [T] under the distributions of a Hugging Face causal language model; orders as in `draws_of`.
+    """Response tokens [T] under the distributions of a Hugging Face causal language model; drafted as in `draws_of`.
 
     The output head (a plain one: no scale, no soft cap) is applied to a few rows at a time, so that memory does not
     grow with length x vocabulary. Raises ValueError when the logits are NaN.
@@ -109,7 +96,7 @@ def response_draws(
     hidden, response = hidden[0, len(prompt_token_ids) - 1 :], tokens[0, len(prompt_token_ids) :]
     head, parts = model.get_output_embeddings(), []
     for states, emitted in zip(hidden.split(CHUNK_ROWS), response.split(CHUNK_ROWS), strict=True):
-        parts.append(emitted_draws(head(states).float(), emitted, sampling, orders, logit_tolerance))
+        parts.append(emitted_draws(head(states).float(), emitted, sampling, drafted, logit_tolerance))
     return concatenate(parts)
 
 
@@ -117,10 +104,10 @@ def emitted_draws(
     logits: Tensor,
     tokens: Tensor,
     sampling: SamplingParams,
-    orders: Mapping[str, Tensor] | None = None,
+    drafted: Tensor | None = None,
     logit_tolerance: float = 0.0,
 ) -> Draws:
-    """Emitted tokens [T] under the target's distribution from logits [T, V]; orders with keys [V] as in `draws_of`.
+    """Emitted tokens [T] under the target's distribution from logits [T, V]; drafted as in `draws_of`.
 
     logit_tolerance: largest error of a logit, before temperature, between this forward and the engine's (bfloat16
     rounds logits of 16 to 32 to 0.125). A token that such an error brings across the edge of top-k or top-p, or to the
@@ -128,7 +115,7 @@ def emitted_draws(
     """
     log_probs = target_log_probs(logits, sampling)
     outside = _outside(_scaled(logits, sampling.temperature), log_probs, tokens, sampling, logit_tolerance)
-    return draws_of(log_probs, tokens, orders, outside)
+    return draws_of(log_probs, tokens, drafted, outside)
 
 
 def target_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:

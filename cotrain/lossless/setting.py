@@ -28,7 +28,7 @@ class Setting:
         return request // len(self.samplings) % 2 == 0
 
     def num_checks(self, num_orders: int) -> int:
-        """Most checks that `setting_checks` makes; num_orders counts BY_PROBABILITY too.
+        """Most checks that `setting_checks` makes; num_orders: how many of ORDERS there are.
 
         Tokens are sorted by place into num_speculative_tokens + 2 strata, unless draft lengths that jump to 0 hide the places.
         """

@@ -51,13 +51,8 @@ def split_minibatches(rollouts: Sequence[ScoredRollout], count: int) -> list[lis
 
 def share_of_rank(minibatch: Sequence[ScoredRollout], rank: int, num_ranks: int) -> list[ScoredRollout]:
     """Sort rollouts by nonzero advantage and by length, and return every num_ranks-th, so that ranks get similar work."""
-    by_work = sorted(minibatch, key=lambda scored: (scored.advantage != 0, num_input_tokens(scored)), reverse=True)
+    by_work = sorted(minibatch, key=lambda scored: (scored.advantage != 0, input_tokens([scored])), reverse=True)
     return by_work[rank::num_ranks]
-
-
-def num_input_tokens(scored: ScoredRollout) -> int:
-    """Count the tokens that the model reads: prompt and response without the last token."""
-    return input_tokens([scored])
 
 
 def micro_batches(

@@ -8,7 +8,8 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,9 +18,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from cotrain.config.schema import RunConfig
+from cotrain.config.schema import EnvironmentTask, RunConfig
 from cotrain.process.failures import RunFailure
-from cotrain.process.placement import reserve, roles_of
 from cotrain.process.scratch import scratch_folder
 from cotrain.process.stopping import descendants, end
 
@@ -38,6 +38,9 @@ OBJECT_STORE_BYTES = 256 * 2**20
 has no room, at a tenth of the speed or less."""
 
 CONNECT_SECONDS = 10.0  # how long to try cluster.address before reporting that no cluster answers
+
+PLACEMENT_SECONDS = 60.0
+"""Free resources are reserved at once. Nodes that a cluster starts on demand may take longer: the run is then started again."""
 
 LONGEST_TMPDIR = 13
 """Bytes of a TMPDIR in which Ray's sockets have paths of at most the kernel's 107 bytes; a longer one is left for /tmp."""
@@ -63,6 +66,21 @@ def temporary_files(folder: str | Path) -> dict[str, str]:
     if engine_device() == "cuda":  # code that torch has compiled is for the next run too
         environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     return environment
+
+
+def roles_of(config: RunConfig) -> list[str]:
+    """Return the names of the processes of a run."""
+    roles = [f"rollout_{i}" for i in range(config.rollout.num_engines)]
+    numbers = {
+        "policy": config.policy.num_processes,
+        "drafter": config.drafter is not None,
+        "rewards": config.task.num_scorers,
+        "environments": config.task.num_environments if isinstance(config.task, EnvironmentTask) else 0,
+        "validation": config.validation is not None,
+    }
+    for role, number in numbers.items():
+        roles += [role] if number == 1 else [f"{role}_{i}" for i in range(number)]
+    return roles
 
 
 def weight_transfer(config: RunConfig, gpus_of_nodes: Sequence[int]) -> str:
@@ -103,6 +121,64 @@ def place(config: RunConfig, gpus_of_nodes: Sequence[int]) -> dict[str, float]:
     if config.drafter is not None and left == len(others) - 1:
         gpus |= dict.fromkeys(others, 1.0) | dict.fromkeys(others[-2:], 0.5)
     return gpus | dict.fromkeys(engines, float(ranks))
+
+
+def bundles_of(config: RunConfig, gpus: Mapping[str, float]) -> list[dict[str, float]]:
+    """Return the resources that each role of a run needs, in the order of roles_of. gpus: GPUs of each role that needs any."""
+    return [{"CPU": 1} | ({"GPU": gpus[role]} if role in gpus else {}) for role in roles_of(config)]
+
+
+def nodes_for(
+    bundles: Sequence[Mapping[str, float]], free: Mapping[str, Mapping[str, float]], strategy: str
+) -> list[str] | None:
+    """Return the node of each bundle, or None if they do not fit.
+
+    free: each node's resources. PACK takes the first node with room, most GPUs first; SPREAD the one with the fewest bundles.
+    """
+    left = {node: dict(free[node]) for node in sorted(free, key=lambda node: -free[node].get("GPU", 0.0))}
+    chosen: list[str] = []
+    for bundle in bundles:
+        fitting = [n for n, has in left.items() if all(has.get(kind, 0.0) >= bundle[kind] - 1e-6 for kind in bundle)]
+        if not fitting:
+            return None
+        numbers = Counter(chosen)
+        chosen.append(fitting[0] if strategy == "PACK" else min(fitting, key=lambda node: numbers[node]))
+        for kind, amount in bundle.items():
+            left[chosen[-1]][kind] -= amount
+    return chosen
+
+
+def reserve(config: RunConfig, gpus: dict[str, float]) -> tuple[Any, dict[str, str]]:
+    """Reserve a place for each role. Returns Ray's placement group, with a bundle for each role, and the node of each role.
+
+    gpus: GPUs of each role; a role that is not named needs none. Raises RunFailure, with what each role needs and what each
+    node has free, when the cluster cannot place all roles.
+    """
+    import ray
+    from ray._private.state import available_resources_per_node
+    from ray.util.placement_group import placement_group, placement_group_table
+
+    roles, strategy, bundles = roles_of(config), config.cluster.strategy, bundles_of(config, gpus)
+    # Without labels, Ray may swap bundles of equal size between nodes. If they do not fit yet, it waits for more nodes.
+    nodes = nodes_for(bundles, dict(sorted(available_resources_per_node().items())), strategy)
+    labels = [{"ray.io/node-id": node} for node in nodes] if nodes else None
+    group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
+    if not group.wait(PLACEMENT_SECONDS):
+        needed = ", ".join(f"{role} {_in_words(bundle)}" for role, bundle in zip(roles, bundles, strict=True))
+        ray.util.remove_placement_group(group)
+        left, alive = available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
+        nothing = {"CPU": 0.0, "GPU": 0.0}
+        free = (f"{n['NodeManagerAddress']} {_in_words(nothing | left.get(n['NodeID'], {}))}" for n in alive)
+        raise RunFailure(
+            f"the cluster cannot place all roles at once. Needed: {needed}. Free: {'; '.join(free)}. "
+            "Add nodes, end what else runs there, or lower rollout.num_engines, policy.num_processes or task.num_scorers"
+        )
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    return group, {role: node_of[index] for index, role in enumerate(roles)}
+
+
+def _in_words(resources: dict[str, float]) -> str:
+    return " and ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources)
 
 
 def free_port() -> int:

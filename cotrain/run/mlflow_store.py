@@ -35,18 +35,13 @@ def tracking_uri(config: RunConfig | SidecarConfig) -> str:
 
 def default_uri(run_root: Path | None = None) -> str:
     """Return the URI of the store when none is named. run_root: None for commands that have no configuration."""
-    return os.environ.get(URI_VARIABLE) or sqlite_uri((run_root or default_run_root()) / "mlflow.db")
+    return os.environ.get(URI_VARIABLE) or f"{SQLITE}{(run_root or default_run_root()) / 'mlflow.db'}"
 
 
 def absolute_uri(uri: str) -> str:
     """Return the URI such that it means the same store in any working directory."""
     database = sqlite_file(uri)
-    return sqlite_uri(database.resolve()) if database else uri
-
-
-def sqlite_uri(database: Path) -> str:
-    """Return the URI of an sqlite file."""
-    return f"{SQLITE}{database}"
+    return f"{SQLITE}{database.resolve()}" if database else uri
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -113,7 +108,7 @@ def _create(database: Path) -> None:
     import mlflow
 
     with scratch_folder("mlflow", database.parent) as folder:
-        uri = sqlite_uri(folder / database.name)
+        uri = f"{SQLITE}{folder / database.name}"
         mlflow.MlflowClient(uri, uri).search_experiments(max_results=1)
         with suppress(FileExistsError):  # another run has created it meanwhile
             try:

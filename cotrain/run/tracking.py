@@ -222,7 +222,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         version = self._registered.get(number)
         if version is None or not version.tags.items() >= tags.items():
             version = self._registered[number] = self._register(folder, tags)
-            model_id = model_id_of(version)
+            model_id = (version.source or "").removeprefix("models:/")  # model_id is empty in database stores
             self._client.log_outputs(self.run_id, [LoggedModelOutput(model_id, step=step)])
             self._client.log_batch(self.run_id, metrics=_points(metrics, step, model_id))
         for alias, row in (("serving", version), ("best", best_of([*earlier, version]))):
@@ -258,11 +258,6 @@ def best_of(rows: Sequence[ModelVersion]) -> ModelVersion:
         if expected is None or float(expected) >= float(best.tags.get(EXPECTED_TAG, 0.0)):
             best = row
     return best
-
-
-def model_id_of(version: ModelVersion) -> str:
-    """The LoggedModel that a version was made from; version.model_id is empty in database stores."""
-    return (version.source or "").removeprefix("models:/")
 
 
 def _points(metrics: Mapping[str, float], step: int, model_id: str | None = None) -> list[Metric]:

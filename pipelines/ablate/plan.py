@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt
 from cotrain.config.errors import ConfigError, validated
 from cotrain.config.load import INIT, Table, merge, parse_config, read_tables, table_of
 from cotrain.config.schema import NAME, RunConfig, default_run_root
-from cotrain.run.mlflow_store import URI_VARIABLE, sqlite_uri
+from cotrain.run.mlflow_store import SQLITE, URI_VARIABLE
 from cotrain.run.provenance import flatten
 from drafters.config import Section
 
@@ -119,7 +119,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         raise ConfigError([f"seeds: {list(config.seeds)} holds a seed twice"])
     table = reduce(merge, read_tables([here / file for file in config.config], ()))
     if not os.environ.get(URI_VARIABLE):  # one store, so that MLflow shows all side by side
-        table = merge({"tracking": {"uri": sqlite_uri(config.folder / config.name / "mlflow.db")}}, table)
+        table = merge({"tracking": {"uri": f"{SQLITE}{config.folder / config.name / 'mlflow.db'}"}}, table)
     table["run_root"] = str(config.folder / config.name / "runs")
     study = Study(config, here, parse_config(_beside(here, table)))
     alone, inits, arms = reduce(merge, read_tables((), INIT)), dict[str, Run](), list[Run]()

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from cotrain.models.loading import TINY_MODEL, resolve_model
-from cotrain.run.mlflow_store import sqlite_uri
 from cotrain.run.provenance import machine
 from cotrain.run.rows import read_rows
 from drafters.files import read_object, write_json
@@ -78,7 +77,7 @@ VERIFY = ("--k", "3", "--batch", "16", "--tokens", "48", "--alpha", "0.001", "--
 
 def run(folder: Path, address: str | None) -> str:
     """A short run in this folder goes to its end. address: that of a Ray cluster, on whose nodes it then spreads out."""
-    own = [f"run_root={folder}", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}", f"rollout.dtype={_dtype()}"]
+    own = [f"run_root={folder}", f"tracking.uri=sqlite:///{folder}/mlflow.db", f"rollout.dtype={_dtype()}"]
     own += [f"cluster.address={address}", "cluster.strategy=SPREAD"] if address else []
     own += ["policy.num_processes=2"] if len(machine()["gpus"]) > 2 else []  # whose gradients NCCL adds up
     output_of("-m", "pipelines.cli", "train", *RUN, *DRAFTER, *own)
@@ -120,7 +119,7 @@ def context(folder: Path) -> str:
 
 def sidecar(folder: Path) -> str:
     """`cotrain run` trains a drafter beside an engine with vLLM's own defaults, whose greedy text stays the same."""
-    own = [f"run_root={folder}", f"spool={folder}/spool", f"tracking.uri={sqlite_uri(folder / 'mlflow.db')}"]
+    own = [f"run_root={folder}", f"spool={folder}/spool", f"tracking.uri=sqlite:///{folder}/mlflow.db"]
     own += ["name=sidecar", "adaptive=false"]
     host = [sys.executable, "-c", HOST, str(resolve_model(TINY_MODEL)), _dtype()]
     output = output_of("-m", "pipelines.cli", "run", "--model", TINY_MODEL, *DRAFTER, *own, "--", *host)

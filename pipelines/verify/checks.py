@@ -14,7 +14,7 @@ from torch import Tensor
 from cotrain.acceptance_stats import counts_of
 from cotrain.engine.engine import RolloutEngine
 from cotrain.lossless.checks import LOGIT_ERROR, setting_checks
-from cotrain.lossless.emitted import Draws, members_first, response_draws
+from cotrain.lossless.emitted import Draws, response_draws
 from cotrain.lossless.family import CheckResult, Verdict, compare_greedy, judge
 from cotrain.lossless.setting import GREEDY, Setting
 from cotrain.records import Rollout, RolloutRequest, WeightPayload
@@ -23,7 +23,6 @@ from drafters.base import SamplingParams
 
 Distributions = Callable[[Rollout, SamplingParams], Draws]  # tokens of a response, each under the target's distribution
 
-DRAFT_VOCABULARY = "draft vocabulary"
 SECONDS_BETWEEN_SWAPS = 0.05
 PERTURBATION = 0.5  # noise on the drafter that takes turns with the real one, in standard deviations of each matrix
 
@@ -47,11 +46,11 @@ def target_distributions(model: Any, draft_vocabulary: Sequence[int] | None, dty
 
     draft_vocabulary: target ids that can be drafted; None is all. dtype: the engine's, to which the model's weights were rounded.
     """
-    size, orders = model.get_output_embeddings().weight.shape[0], {}
+    size, drafted = model.get_output_embeddings().weight.shape[0], None
     if draft_vocabulary is not None and len(draft_vocabulary) < size:
-        orders = {DRAFT_VOCABULARY: members_first(draft_vocabulary, size)}
+        drafted = torch.isin(torch.arange(size), torch.tensor(draft_vocabulary))
     return lambda rollout, sampling: response_draws(
-        model, rollout.prompt_token_ids, rollout.token_ids, sampling, orders, LOGIT_ERROR[dtype]
+        model, rollout.prompt_token_ids, rollout.token_ids, sampling, drafted, LOGIT_ERROR[dtype]
     )
 
 

@@ -154,7 +154,7 @@ class Policy(Learner):
             n = len(rollout.token_ids)
             ones, zeros = np.ones(n), np.zeros(n)
             wrong = np.full(n, self.biased)
-            draws.append(Draws(ones, zeros, {"probability": zeros}, wrong, wrong))
+            draws.append(Draws(ones, zeros, zeros[:, None], wrong, wrong))
         return draws
 
 

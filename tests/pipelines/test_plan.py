@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cotrain.config.load import load_config, parse_config
 from cotrain.models.loading import resolve_model
-from cotrain.process.placement import roles_of
+from cotrain.process.cluster import roles_of
 from cotrain.weights.payload import write_payload
 from drafters.base import TargetSpec
 from drafters.build import build_drafter

@@ -22,12 +22,12 @@ from cotrain.lossless.checks import (
     support_check,
     uniformity_check,
 )
-from cotrain.lossless.emitted import Draws, draws_of, emitted_draws, members_first, response_draws, target_log_probs
+from cotrain.lossless.emitted import Draws, draws_of, emitted_draws, response_draws, target_log_probs
 from cotrain.lossless.family import detectable_distance, tokens_for_distance
 from cotrain.lossless.setting import GREEDY, PLAIN, Setting, standard_settings
 from cotrain.records import Rollout, RolloutRequest
 from drafters.base import SamplingParams
-from tests.cotrain.lossless.conftest import MODEL, all_checks, draws
+from tests.cotrain.lossless.conftest import DRAFTED, MODEL, all_checks, draws
 from tests.cotrain.lossless.markov_engine import MarkovEngine, MarkovModel
 from tests.cotrain.lossless.simulated_sampler import VOCAB, speculate
 from tests.cotrain.lossless.simulated_sampler import Setting as Simulated
@@ -38,31 +38,31 @@ SHARPER = [0.05, 0.55, 0.15, 0.25]
 
 
 def drawn(
-    law: list[float], num: int, seed: int, actual: list[float] | None = None, orders: dict | None = None
+    law: list[float], num: int, seed: int, actual: list[float] | None = None, drafted: torch.Tensor | None = None
 ) -> tuple[Draws, np.random.Generator]:
     """num tokens drawn from `actual`, under `law`."""
     p = torch.tensor(law, dtype=torch.float64).repeat(num, 1)
     rng = np.random.default_rng(seed)
     tokens = torch.from_numpy(rng.choice(len(law), size=num, p=actual or law))
-    return draws_of(p.log(), tokens, orders), rng
+    return draws_of(p.log(), tokens, drafted), rng
 
 
 def test_orders_put_outcomes_before_each_other() -> None:
     log_law = torch.tensor([LAW], dtype=torch.float64).log()
-    of_2 = draws_of(log_law, torch.tensor([2]), {"odd first": members_first([1, 3], 4)})
-    assert of_2.before["probability"] == pytest.approx(0.7)
-    assert of_2.before["odd first"] == pytest.approx(0.7)
-    assert draws_of(log_law, torch.tensor([1]), {"even": members_first([0, 2], 4)}).before["even"] == pytest.approx(0.3)
+    of_2 = draws_of(log_law, torch.tensor([2]), torch.tensor([False, True, False, True]))
+    assert of_2.before[0] == pytest.approx([0.7, 0.7])
+    of_1 = draws_of(log_law, torch.tensor([1]), torch.tensor([True, False, True, False]))
+    assert of_1.before[0] == pytest.approx([0.0, 0.3])
     equal = torch.full((4, 4), 0.25, dtype=torch.float64).log()
-    assert draws_of(equal, torch.arange(4)).before["probability"].tolist() == [0, 0.25, 0.5, 0.75]
+    assert draws_of(equal, torch.arange(4)).before.tolist() == [[0], [0.25], [0.5], [0.75]]
 
 
 def test_uniformity_holds_whatever_the_laws() -> None:
     rng = np.random.default_rng(0)
     p = torch.from_numpy(rng.dirichlet(np.full(6, 0.3), size=4000))
     tokens = torch.from_numpy((rng.random((4000, 1)) > p.numpy().cumsum(1)).sum(1).clip(max=5))
-    found = draws_of(p.log(), tokens, {"even first": members_first([0, 2, 4], 6)})
-    assert all(uniformity_check(found, "", rng, order).p > 1e-3 for order in ("probability", "even first"))
+    found = draws_of(p.log(), tokens, torch.arange(6) % 2 == 0)
+    assert all(uniformity_check(found, "", rng, order).p > 1e-3 for order in range(2))
 
 
 def test_one_impossible_token_is_proof() -> None:
@@ -86,9 +86,8 @@ def test_effect_of_a_sharper_law_is_its_total_variation_distance() -> None:
 
 def test_an_order_finds_what_the_one_by_probability_misses() -> None:
     """Mass moved between tokens of one probability, from those outside a draft vocabulary to those in it."""
-    key = members_first([1, 3], 4)
-    found, rng = drawn([0.25] * 4, 4000, 2, actual=[0.2, 0.3, 0.2, 0.3], orders={"draft vocabulary": key})
-    assert uniformity_check(found, "", rng, "draft vocabulary").effect == pytest.approx(0.1, abs=0.03)
+    found, rng = drawn([0.25] * 4, 4000, 2, actual=[0.2, 0.3, 0.2, 0.3], drafted=torch.arange(4) % 2 == 1)
+    assert uniformity_check(found, "", rng, 1).effect == pytest.approx(0.1, abs=0.03)
     assert uniformity_check(found, "", rng).effect < 0.07
 
 
@@ -209,8 +208,7 @@ def rollouts_of(setting: Setting, num: int = 60) -> list[Rollout]:
 )
 def test_no_more_checks_than_counted_beforehand(setting: Setting) -> None:
     rollouts, samplings = rollouts_of(setting), [setting.samplings[0]] * 60
-    orders = {"draft vocabulary": members_first(MODEL.draft_vocabulary.tolist(), VOCAB)}
-    laws = [response_draws(MarkovModel(), r.prompt_token_ids, r.token_ids, samplings[0], orders) for r in rollouts]
+    laws = [response_draws(MarkovModel(), r.prompt_token_ids, r.token_ids, samplings[0], DRAFTED) for r in rollouts]
     results = setting_checks(rollouts, samplings, laws, "s", np.random.default_rng(0), 5e-4)
     assert 0 < len(results) <= setting.num_checks(num_orders=2)
     assert min(r.p for r in results) > 1e-4

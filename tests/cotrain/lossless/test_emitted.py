@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cotrain.lossless.emitted import emitted_draws, members_first, response_draws, target_log_probs
+from cotrain.lossless.emitted import emitted_draws, response_draws, target_log_probs
 from cotrain.models.loading import resolve_model
 from drafters.base import SamplingParams
-from tests.cotrain.lossless.conftest import MODEL
+from tests.cotrain.lossless.conftest import DRAFTED, MODEL
 from tests.cotrain.lossless.markov_engine import MarkovModel
 from tests.cotrain.lossless.simulated_sampler import VOCAB
 
@@ -43,13 +43,12 @@ def test_laws_of_a_response_are_those_of_its_own_positions() -> None:
     rng = np.random.default_rng(0)
     prompt, response = [4, 7], rng.integers(VOCAB, size=150).tolist()
     truncated = SamplingParams(0.8, 0.9, 12, "")
-    orders = {"draft vocabulary": members_first(MODEL.draft_vocabulary.tolist(), VOCAB)}
-    found = response_draws(MarkovModel(), prompt, response, truncated, orders)
+    found = response_draws(MarkovModel(), prompt, response, truncated, DRAFTED)
     logits = torch.from_numpy(MODEL.target[[7, *response[:-1]]]).float()
-    expected = emitted_draws(logits, torch.tensor(response), truncated, orders)
+    expected = emitted_draws(logits, torch.tensor(response), truncated, DRAFTED)
     assert len(found) == 150
     np.testing.assert_allclose(found.probability, expected.probability, atol=1e-6)
-    np.testing.assert_allclose(found.before["draft vocabulary"], expected.before["draft vocabulary"], atol=1e-6)
+    np.testing.assert_allclose(found.before, expected.before, atol=1e-6)
 
 
 def test_laws_of_a_real_model_are_its_logits() -> None:

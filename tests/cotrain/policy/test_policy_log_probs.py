@@ -6,8 +6,9 @@ from policy_cases import VOCAB, make_rollouts, token_log_probs
 from transformers import AutoModelForCausalLM
 
 import cotrain.policy.log_probs as log_probs_module
-from cotrain.policy.batching import micro_batches, num_input_tokens, share_of_rank, split_minibatches
+from cotrain.policy.batching import micro_batches, share_of_rank, split_minibatches
 from cotrain.policy.log_probs import HeadLogProbs, ResponseLogProbs
+from cotrain.policy.shared_prompts import input_tokens
 from cotrain.records import Rollout, ScoredRollout, Versions
 
 CPU = torch.device("cpu")
@@ -76,5 +77,5 @@ def test_minibatches_and_shares_hold_every_rollout_once(tiny_model: str) -> None
     assert [scored for minibatch in minibatches for scored in minibatch] == rollouts
     shares = [share_of_rank(rollouts, rank, 2) for rank in range(2)]
     assert sorted(id(scored) for share in shares for scored in share) == sorted(map(id, rollouts))
-    first, second = (sum(map(num_input_tokens, share)) for share in shares)
-    assert abs(first - second) <= max(map(num_input_tokens, rollouts))
+    first, second = (sum(input_tokens([scored]) for scored in share) for share in shares)
+    assert abs(first - second) <= max(input_tokens([scored]) for scored in rollouts)

@@ -18,14 +18,15 @@ from cotrain.process.cluster import (
     STARTING_FACTOR,
     Cluster,
     Process,
+    bundles_of,
     engine_device,
     free_port,
+    nodes_for,
     place,
     start_ray,
     weight_transfer,
 )
 from cotrain.process.failures import RunFailure, SelfCheckFailed
-from cotrain.process.placement import bundles_of, nodes_for
 
 
 def sized(run_config, engines: int = 1, learners: int = 1, ranks: int = 1, **changes):

@@ -181,12 +181,12 @@ def test_several_scorers_work_side_by_side_and_one_that_dies_is_replaced_alone(t
 TOO_MANY = """
 import json
 from pathlib import Path
-from cotrain.process import placement
+from cotrain.process import cluster
 from cotrain.process.cluster import Cluster
 from cotrain.process.failures import RunFailure
 from cotrain.config.schema import RunConfig
 
-placement.PLACEMENT_SECONDS = 1.0
+cluster.PLACEMENT_SECONDS = 1.0
 task = {"type": "reasoning_gym", "name": "chain_sum"}
 policy = {"model": "tiny:llama"}
 found = {}
@@ -217,7 +217,7 @@ import ray
 from ray.cluster_utils import Cluster
 from cotrain.config.load import load_config
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from cotrain.process.placement import bundles_of, nodes_for, reserve, roles_of
+from cotrain.process.cluster import bundles_of, nodes_for, reserve, roles_of
 
 cluster = Cluster()
 for _ in range(4):  # Ray counts what it is told, also GPUs that are not there

@@ -15,7 +15,7 @@ from cotrain.run.checkpoint import RunState
 from cotrain.run.console import Console
 from cotrain.run.mlflow_store import check_uri, tracking_uri
 from cotrain.run.run_dir import RunDir
-from cotrain.run.tracking import EXPECTED, Tracker, model_id_of, registered_name
+from cotrain.run.tracking import EXPECTED, Tracker, registered_name
 from pipelines.train.run import open_tracker
 from tests.empty_store import registered_version
 
@@ -147,7 +147,7 @@ def test_a_published_drafter_is_a_registered_version_with_its_story(run_config, 
     assert first_version.tags["policy"] == POLICY
     assert int(client.get_model_version_by_alias(name, "serving").version) == 2
     assert int(client.get_model_version_by_alias(name, "best").version) == 1
-    model = client.get_logged_model(model_id_of(client.get_model_version(name, "1")))
+    model = client.get_logged_model(client.get_model_version(name, "1").source.removeprefix("models:/"))
     assert [(metric.key, metric.value, metric.step) for metric in model.metrics] == [(EXPECTED, 1.5, 3)]
     outputs = client.get_run(tracker.run_id).outputs.model_outputs
     assert sorted(output.step for output in outputs) == [3, 5]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from cotrain.records import GainReport
 from cotrain.trainer.buffer import pack
-from cotrain.trainer.target import read_target_weights
+from cotrain.trainer.trainer import read_target_weights
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.spool import Description, EngineFolder, Finished, Offer, Spool, State, read_json, write_json
 from drafters.base import TargetSpec

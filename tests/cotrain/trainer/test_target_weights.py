@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cotrain.trainer.target import read_target_weights
+from cotrain.trainer.trainer import read_target_weights
 from drafters.base import TargetSpec
 
 
