@@ -217,7 +217,8 @@ def _next_distribution(segments, num_own, text, length, response_start, links, h
         if total <= 0:
             continue
         escape = ESCAPE * different / (total + ESCAPE * different)
-        probabilities[:n] += share * (1 - escape) * mass[:n] / total
+        for i in range(n):  # an array of them all would take memory in each level
+            probabilities[i] += share * (1 - escape) * mass[i] / total
         share *= escape
         if share < LEAST_SHARE:
             break
