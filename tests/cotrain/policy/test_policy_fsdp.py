@@ -113,7 +113,7 @@ def test_one_rank_alone_computes_to_the_bit_what_a_whole_learner_does(models: di
     assert_equal(read(folder / "alone_on"), go_on(whole, models["tiny_model"]))
 
 
-@pytest.mark.parametrize("name", VARIANTS.keys() - {"adapters"})
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "adapters"])
 def test_the_streamed_file_is_the_cast_whole_state_byte_for_byte(folder: Path, name: str) -> None:
     written = folder / f"{name}.payload"
     assert written.read_bytes() == (folder / f"{name}.whole").read_bytes()
