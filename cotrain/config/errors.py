@@ -145,15 +145,20 @@ def _readable(detail: ErrorDetails, blocks: dict[tuple[str, ...], SectionHelp]) 
 
 
 def _suggestion(name: str, block: SectionHelp, blocks: Sequence[SectionHelp]) -> str:
-    """Suggest the most similar name here, else a field elsewhere with this name or these initials, else list the names."""
+    """Suggest a field of a subsection with this name or these initials, else the most similar name here, else such a field elsewhere,
+    else list the names."""
     names = list(block.section.model_fields)
-    if hint := did_you_mean(name, names, block.path):
-        return hint
-    # Fields of subsections come first: policy.lr means policy.optimizer.learning_rate.
-    for other in sorted(blocks, key=lambda other: not other.path.startswith(f"{block.path}.")):
+
+    def found(other: SectionHelp) -> Iterator[str]:
         for leaf in other.fields:
             if name in (leaf, "".join(word[0] for word in leaf.split("_"))):
-                return f"; did you mean {other.path}.{leaf}?".replace(" .", " ")
+                yield f"; did you mean {other.path}.{leaf}?".replace(" .", " ")
+
+    # policy.lr means policy.optimizer.learning_rate, and not the similar policy.lora.
+    inside = (hint for other in blocks if other.path.startswith(f"{block.path}.") for hint in found(other))
+    anywhere = (hint for other in blocks for hint in found(other))
+    if hint := next(inside, "") or did_you_mean(name, names, block.path) or next(anywhere, ""):
+        return hint
     return f"; {block.path or 'the top level'} has {', '.join(names)}"
 
 

@@ -107,7 +107,7 @@ class Engines(RolloutEngines):
 
     def __init__(self, *engines: Engine, min_engines: int = 1, history: bool | None = None, seed: int = 0):
         rollout = SimpleNamespace(num_engines=len(engines), tensor_parallel_size=1, history=history)
-        policy = SimpleNamespace(weight_transfer="files", sends_without_file=False)
+        policy = SimpleNamespace(weight_transfer="files", sends_without_file=False, lora=None)
         cluster = SimpleNamespace(min_engines=min_engines)
         config = SimpleNamespace(cluster=cluster, rollout=rollout, policy=policy, seed=seed)
         self.stand_ins = [*engines]
