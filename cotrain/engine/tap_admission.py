@@ -30,6 +30,9 @@ OTHER_LAWS = (
 
 ANY_ADAPTER = "*"
 
+MOST_REASONS, OTHERS = 64, "other reasons"
+"""Reasons that are counted apart: each names an adapter, and a host may have ever new ones."""
+
 SPREADS = 3.0  # standard deviations above its mean for which the sum of the lengths of tapped responses has room
 
 FEWEST_LENGTHS, MOST_LENGTHS = 64, 1024
@@ -104,7 +107,7 @@ class Admission:
             if new.req_id in self.tapped or len(new.prefill_token_ids or ()) > len(new.prompt_token_ids or ()):
                 continue  # it resumes after a preemption, and the scheduler for model runner V2 lists it as new again
             if (reason := left_out(new, adapter)) is not None:
-                self.dropped[reason] += 1
+                self.dropped[reason if reason in self.dropped or len(self.dropped) < MOST_REASONS else OTHERS] += 1
             else:
                 prompt = str(hash((adapter_of(new), *new.prompt_token_ids)))
                 asked[new.req_id] = TapRequest(prompt, len(new.prompt_token_ids), new.sampling_params.max_tokens)

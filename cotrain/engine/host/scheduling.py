@@ -15,6 +15,9 @@ from cotrain.transport.spool import Finished, Offer, Record, Settings, Spool, St
 
 REPORT_SECONDS = 1.0
 
+MOST_COUNTS = 128
+"""Counts of an engine after which no further adapter gets its own: a host may give each version of its policy a new name."""
+
 
 class Stamp(NamedTuple):
     """What the scheduler tells the worker with a step: what to do before it, and what to report."""
@@ -103,6 +106,8 @@ class Decisions:
         if self._has_adapters:
             for name, (_, taken) in drafts.items():
                 adapter = adapter_of(self._requests[name])
+                if f"drafts/{adapter}" not in self._counts and len(self._counts) > MOST_COUNTS:
+                    adapter = "others"
                 self._counts.update({f"drafts/{adapter}": 1, f"accepted/{adapter}": taken})
         drafted, accepted = map(sum, zip((0, 0), *step.drafts, strict=True))
         counts = {"drafts": len(drafts), "drafted_tokens": drafted, "accepted_tokens": accepted}
@@ -159,7 +164,7 @@ class HostScheduling(WatchedScheduler):
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
     def cotrain_observe(self, output: Any, sampled: Any) -> None:
-        if (stamp := output.cotrain) is not None:
+        if (stamp := getattr(output, "cotrain", None)) is not None:
             self._ask(Decisions.observe, stamp.number, output, sampled)
 
     def cotrain_pause(self) -> None:

@@ -172,6 +172,14 @@ def test_requests_of_one_adapter_are_tapped_unless_all_are_asked_for(adapter: st
     assert len({request.prompt for request in chosen.values()}) == len(chosen), "an adapter's rows are its own"
 
 
+def test_ever_new_adapters_of_a_host_do_not_add_counts_for_ever() -> None:
+    admission = Admission(100 * ROW, ROW, "seed")
+    for number in range(500):
+        lora = {"lora_request": SimpleNamespace(lora_name=f"version {number}")}
+        admission.admit([request_of_a_host(str(number), lora)], 1.0)
+    assert len(+admission.dropped) <= 65 and admission.dropped.total() == 500
+
+
 def test_what_goes_on_after_a_preemption_is_not_chosen_again() -> None:
     admission = Admission(100 * ROW, ROW, "seed")
     admission.admit([request_of_a_host("0")], 1.0)
