@@ -11,11 +11,14 @@ from cotrain.config.load import read_config
 from cotrain.config.schema import PolicyConfig, RunConfig
 from cotrain.models.loading import copy_tokenizer, native_head, resolve_model
 from cotrain.run.checkpoint import find_defect
+from cotrain.run.provenance import machine
 from drafters.files import CONFIG, INDEX, WEIGHTS, open_to_readers, write_json
 from drafters.files import read_config as read_model_config
 from pipelines.help import CommandParser
 from pipelines.page.record import find
 from pipelines.plan import serve_command
+
+MERGED = "--merged"
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     merged = (
         "merge adapters (policy.lora) into the weights; without it they are written as they are, for the base model"
     )
-    parser.add_argument("--merged", action="store_true", help=merged)
+    parser.add_argument(MERGED, action="store_true", help=merged)
     options = parser.parse_args(arguments)
     out: Path = options.out
     config, checkpoint, versions = export(find(options.run), out, options.merged)
@@ -156,4 +159,8 @@ def _serving(config: RunConfig, out: Path, drafter: Path | None) -> str:
         overrides = serving.target_overrides
         speculation |= {"method": serving.method, "model": str(drafter)}
     text = f"{serve_command(model)}{adapters} --speculative-config '{json.dumps(speculation)}'"
+    if adapters and not machine()["gpus"]:
+        print(
+            f"On a CPU, vLLM 0.32 fails with a drafter beside adapters when several requests run: export with {MERGED}."
+        )
     return text + (f" --hf-overrides '{json.dumps(dict(overrides))}'" if overrides else "")
