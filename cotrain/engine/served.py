@@ -78,7 +78,7 @@ class ServedWeights:
             os.link(path, self._new)
             return read_payload(path, digests, self._changed(digests) if self._adapters else self._expected())
 
-        tensors = self.on_all_ranks(read)
+        tensors = on_all_ranks(read)
         self._checked = path, digests, tensors
         return tensors
 
@@ -91,7 +91,7 @@ class ServedWeights:
         tensors = self.check(path, digests)  # what can fail comes before the model is touched
         self._checked = None
         try:
-            self.on_all_ranks(lambda: self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn))
+            on_all_ranks(lambda: self._serve(tensors, None if self._is_drafter else READBACK_COLUMNS, turn))
         except WeightUpdateRefused as error:
             self.restore()
             raise WeightUpdateRefused(f"update undone: {error}") from error
@@ -105,7 +105,7 @@ class ServedWeights:
         """Compare what is served with the tensors of a file. Raises RuntimeError with WEIGHTS_UNKNOWN where they differ."""
         wanted = {name: layout for name, layout in self._expected().items() if name in digests}
         try:
-            self.on_all_ranks(lambda: self._compare(read_payload(path, digests, wanted), READBACK_COLUMNS, turn))
+            on_all_ranks(lambda: self._compare(read_payload(path, digests, wanted), READBACK_COLUMNS, turn))
         except WeightUpdateRefused as error:
             raise RuntimeError(f"{WEIGHTS_UNKNOWN}: they are not those that the learner has sent ({error})") from error
 
@@ -119,7 +119,7 @@ class ServedWeights:
     def restore(self) -> None:
         """Serve the last good state again. Raises RuntimeError with WEIGHTS_UNKNOWN when that fails."""
         try:
-            self.on_all_ranks(lambda: self._serve(self.last_good()))
+            on_all_ranks(lambda: self._serve(self.last_good()))
         except WeightUpdateRefused as error:
             message = f"{WEIGHTS_UNKNOWN}: the last good ones could not be served again ({error})"
             raise RuntimeError(message) from error
@@ -137,19 +137,6 @@ class ServedWeights:
         own = {name: "" if name in differing else digest(tensor) for name, tensor in good.items()}
         of_ranks = of_all_ranks(own)
         return {name: known if all(of[name] == known for of in of_ranks) else "" for name, known in own.items()}
-
-    def on_all_ranks(self, step: Callable[[], T]) -> T:
-        """Do a step that every rank does. If it fails on any, raises WeightUpdateRefused on all, which names the failed ranks."""
-        results, error = list[T](), None
-        try:
-            results.append(step())
-        except Exception as failure:
-            error = failure
-        reasons = of_all_ranks("" if error is None else str(error) or repr(error))
-        if any(reasons):
-            named = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-            raise WeightUpdateRefused("; ".join(named if len(reasons) > 1 else reasons)) from error
-        return results[0]
 
     def _serve(self, tensors: dict[str, Tensor], columns: int | None = None, turn: int = 0) -> None:
         reload = loading.reload_modules if self._adapters else loading.reload_weights
@@ -178,11 +165,26 @@ class ServedWeights:
         return {name: tensors[name] for name in text_tensors(checkpoint, tensors)}  # the learner has no other
 
 
+def on_all_ranks(step: Callable[[], T]) -> T:
+    """Do a step that every rank does. If it fails on any, raises WeightUpdateRefused on all, which names the failed ranks."""
+    results, error = list[T](), None
+    try:
+        results.append(step())
+    except Exception as failure:
+        error = failure
+    reasons = of_all_ranks("" if error is None else str(error) or repr(error))
+    if any(reasons):
+        named = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        raise WeightUpdateRefused("; ".join(named if len(reasons) > 1 else reasons)) from error
+    return results[0]
+
+
 def of_all_ranks(value: T) -> list[T]:
     """Return the values of all tensor-parallel ranks of the engine, in their order. All of them must call it."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
     values = [value] * group.world_size
-    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
     return values

@@ -1,7 +1,7 @@
 """A host that knows nothing of cotrain: python sidecar_host.py ANSWERS MODEL [OPTION [FAULT]].
 
 It makes vLLM's LLM, reads one command per line, [method of Host, arguments ...] in JSON, and answers each with a line of JSON
-to the file descriptor ANSWERS. OPTION is "without corrections", "dummy" (the policy has no weights before
+to the file descriptor ANSWERS. With an option "two ranks", tensor parallel ones, the engine's worker is two processes. OPTION is "without corrections", "dummy" (the policy has no weights before
 `fill`), "reports often" (an engine in this very process, every REPORT_SECONDS) or "interpreted" (so does Triton's interpreter, with a
 function FAULT that raises), or "asynchronous" (as "reports often", with vLLM's asynchronous scheduling, which it uses on GPUs). With an option "adapter=FOLDER" the engine takes
 requests for the LoRA adapter in it.
@@ -27,14 +27,15 @@ REPORT_SECONDS = 0.1
 class Host:
     """An engine and what hosts do with it. What touches weights needs an engine in this very process."""
 
-    def __init__(self, model: str, load_format: str = "auto", adapter: str | None = None):
+    def __init__(self, model: str, load_format: str = "auto", adapter: str | None = None, num_ranks: int = 1):
         from vllm import LLM
 
         self._adapter = adapter
         lora = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
         self.llm = LLM(
             model, dtype="float32", max_model_len=MODEL_LEN, enforce_eager=True, kv_cache_memory_bytes=2**28, seed=0,
-            disable_log_stats=False, load_format=load_format, **lora,
+            disable_log_stats=False, load_format=load_format,
+            tensor_parallel_size=num_ranks, **lora,
         )  # fmt: skip
 
     def generate(
@@ -88,6 +89,18 @@ class Host:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self.llm.reset_prefix_cache()
 
+    def report_often(self) -> None:
+        """In the workers, wherever they run."""
+        self.llm.collective_rpc(_report_often)
+
+    def write_into_a_parameter_of(self, rank: int) -> None:
+        self.llm.collective_rpc(_write_into_a_parameter, args=(rank,))
+        self.llm.reset_prefix_cache()
+
+    def break_a_hook_of(self, rank: int, name: str) -> None:
+        """From now on, a function of this rank's WorkerSidecar raises."""
+        self.llm.collective_rpc(_break_a_hook, args=(rank, name))
+
     def write_into_a_parameter(self) -> None:
         self._model.model.norm.weight.data.mul_(1.01)
         self.llm.reset_prefix_cache()
@@ -131,6 +144,25 @@ class Host:
     @property
     def _model(self) -> Any:
         return self._worker.model_runner.model
+
+
+def _report_often(worker: Any) -> None:
+    from cotrain.engine.host import worker as sidecar
+
+    sidecar.REPORT_SECONDS = REPORT_SECONDS
+
+
+def _write_into_a_parameter(worker: Any, rank: int) -> None:
+    if worker.rank == rank:
+        worker.model_runner.model.lm_head.weight.data.mul_(1.01)
+
+
+def _break_a_hook(worker: Any, rank: int, name: str) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    if worker.rank == rank:
+        setattr(worker.model_runner.execute_model.cotrain_hook.__self__, name, broken)
 
 
 class RunningHost:
@@ -192,7 +224,8 @@ def main(stack: ExitStack, descriptor: int, model: str, *options: str) -> None:
         cotrain.engine.cpu.PATCHES.clear()
     with os.fdopen(descriptor, "w", buffering=1) as answers:
         [adapter] = [option.removeprefix("adapter=") for option in options if option.startswith("adapter=")] or [None]
-        host = Host(model, "dummy" if "dummy" in options else "auto", adapter)
+        num_ranks = 2 if "two ranks" in options else 1
+        host = Host(model, "dummy" if "dummy" in options else "auto", adapter, num_ranks)
         if {"reports often", "interpreted", "asynchronous"}.intersection(options):
             from cotrain.engine.host import scheduling, worker
 

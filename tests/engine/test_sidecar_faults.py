@@ -28,7 +28,7 @@ SWITCHED_OFF = [
     "cotrain.engine.host.scheduling.generated_of",
     *(
         f"cotrain.engine.host.worker.WorkerSidecar.{name}"
-        for name in ("_begin_segments", "_take", "_follow_policy", "_tap", "_report")
+        for name in ("_begin_segments", "_take", "_watch", "_follow_policy", "_write_policy", "_tap", "_report")
     ),
     "cotrain.engine.hooks.DraftingHook.record",
     "cotrain.engine.hooks.DraftingHook.propose",

@@ -25,6 +25,10 @@ HOST_HAS_SET = {
 }
 """Arguments of vLLM that keep an engine from being adopted when the host sets them, and why."""
 
+DIVIDED_OTHERWISE = (
+    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size", "nnodes",
+)  # fmt: skip
+
 
 class NotAdopted(Exception):
     """An engine is not adopted. The message says why, and what would change that."""
@@ -102,8 +106,13 @@ def check_config(vllm_config: Any) -> None:
     _check_hooks(SIDECAR_OF_RUNNER[vllm_config.use_v2_model_runner])
     if model.runner_type != "generate":
         raise NotAdopted(f"it does not generate text but is for {model.runner_type}")
-    if (num_ranks := parallel.world_size * parallel.data_parallel_size) != 1:
-        raise NotAdopted(f"it has {num_ranks} ranks: only an engine on a single device can be adopted")
+    for name in DIVIDED_OTHERWISE:
+        if (number := getattr(parallel, name)) != 1:
+            raise NotAdopted(f"{name} is {number}: an engine may be divided by tensor_parallel_size alone")
+    if parallel.tensor_parallel_size > 1 and (backend := parallel.distributed_executor_backend) != "mp":
+        raise NotAdopted(
+            f"its ranks are started by {backend}: set distributed_executor_backend to mp, vLLM's own processes"
+        )
 
 
 def _claim(spool: Spool, config: Any) -> None:
@@ -133,13 +142,18 @@ def init_device(original: Callable[..., Any], wrapper: Any) -> Any:
 def _load_and_attach(worker: Any, load_model: Callable[..., None], *args: Any, **options: Any) -> None:
     """Load the model and attach the sidecar. If it cannot attach, the engine drafts nothing and its state.json says why."""
     load_model(*args, **options)
-    instance, spool = worker.vllm_config.instance_id, Spool(os.environ[VARIABLE])
+    instance = worker.vllm_config.instance_id
     try:
         from cotrain.engine.host.worker import WorkerSidecar
+        from cotrain.engine.served import on_all_ranks
 
-        WorkerSidecar(worker, spool.join(instance), spool.settings())
+        spool = Spool(os.environ[VARIABLE])
+        sidecar = on_all_ranks(lambda: WorkerSidecar(worker, spool.join(instance), spool.settings()))
+        on_all_ranks(sidecar.begin)
+        sidecar.hook_in()
     except Exception as error:
         log.exception("cotrain: the sidecar cannot attach, and the engine works without a drafter")
         with suppress(OSError, ValueError):
             spool.check()
-            write_json(spool.engine(instance).state, State(os.getpid(), f"{type(error).__name__}: {error}"))
+            if worker.rank == 0:
+                write_json(spool.engine(instance).state, State(os.getpid(), f"{type(error).__name__}: {error}"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -26,16 +27,17 @@ UPDATES = ("finish_weight_update", "reload_weights", "wake_up")  # methods of a 
 
 
 class PolicyWatch:
-    """Watches the policy of one worker. Its versions count from 0."""
+    """Watches the policy of one worker, a tensor-parallel rank of the engine. Its versions count from 0."""
 
     def __init__(self, worker: Any, folder: Path):
-        """folder: where the matrices of each version are written."""
+        """folder: where rank 0 writes the matrices of each version."""
         self._worker, self._folder = worker, folder
         self._model: nn.Module = worker.model_runner.get_model()
         self._in_update = self._opened = False
         self.is_dirty = False  # whether the weights that are served may differ from those of `version`
         self.version = -1
         self.count()
+        self.is_followed = True  # does the whole engine serve what belongs to `version`, with the drafter loaded again?
         self._waits = worker.vllm_config.load_config.load_format != "dummy"  # else there are no weights as yet
 
     def hook_in(self) -> None:
@@ -80,22 +82,25 @@ class PolicyWatch:
     def count(self) -> None:
         """Count a new version: the weights that are served now."""
         self.version, self._known, self._waits, self.is_dirty = self.version + 1, self._elements(), True, False
-        self.is_written = False  # whether embedding and head of `version` are written
+        self.is_written = self.is_followed = False  # is_written: are embedding and head of `version` written?
 
     def write(self) -> None:
-        """Write embedding and head of `version` if that was not tried before. A full disk leaves them out."""
+        """Write embedding and head of `version` if that was not tried before. A full disk leaves them out. All ranks call it."""
         if not self._waits:
             return
         self._waits = False
+        whole = {name: _whole(matrix) for name, matrix in self._matrices().items()}
+        if self._worker.rank != 0:
+            return
         with suppress(OSError):
             path = self._folder / f"{self.version}.safetensors"
-            write_payload(self._matrices(), path, self._worker.model_config.dtype)
+            write_payload(whole, path, self._worker.model_config.dtype)
             self.is_written = True
         for old in sorted(self._folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem))[:-KEPT_VERSIONS]:
             old.unlink()
 
-    def _matrices(self) -> dict[str, Tensor]:
-        """Return embedding and head [V, H] under Hugging Face's names; a head tied to the embedding is left out.
+    def _matrices(self) -> dict[str, VocabParallelEmbedding]:
+        """Return embedding and head by Hugging Face's names of their weights; a head tied to the embedding is left out.
 
         Raises ValueError when one of them is quantised. Other weights may be.
         """
@@ -114,10 +119,16 @@ class PolicyWatch:
             raise ValueError(
                 f"{packed[0]} is quantised, from which a drafter cannot learn: quantise other layers alone"
             )
-        return {name: m.weight.detach()[: m.shard_indices.num_org_elements] for name, m in named}
+        return dict(named)
 
     def _elements(self) -> Tensor:
         vectors = [p.detach() for p in self._model.parameters() if p.dim() == 1 and p.numel()]
-        parts = [(MATRIX_ELEMENTS, m.flatten()) for m in self._matrices().values()]
+        parts = [(MATRIX_ELEMENTS, m.weight.detach().flatten()) for m in self._matrices().values()]
         parts += [(VECTOR_ELEMENTS, vector) for vector in vectors]
         return torch.cat([part[:: max(1, len(part) // number)].float() for number, part in parts]).cpu()
+
+
+def _whole(matrix: VocabParallelEmbedding) -> Tensor:
+    """Return the rows [V, H] of the vocabulary of all ranks together. Each has as many rows of the padded one."""
+    rows, size = matrix.weight.detach(), matrix.org_vocab_size
+    return (get_tp_group().all_gather(rows, 0) if len(rows) < size else rows)[:size]

@@ -25,7 +25,7 @@ from cotrain.engine.host.policy_watch import PolicyWatch
 from cotrain.engine.host.scheduling import REPORT_SECONDS, Stamp
 from cotrain.engine.interface import wrap
 from cotrain.engine.model_runner_v2 import SpeculatorHook
-from cotrain.engine.served import ServedWeights
+from cotrain.engine.served import ServedWeights, of_all_ranks
 from cotrain.records import GainReport, Segment, Versions
 from cotrain.transport.features import FeatureRecord, write_records
 from cotrain.transport.spool import Description, EngineFolder, Finished, Settings, State, write_json
@@ -33,6 +33,9 @@ from cotrain.weights.payload import WeightUpdateRefused
 from drafters.base import SamplingParams
 
 SHARD_ROLLOUTS = 32  # rollouts of a shard; fewer suffice after REPORT_SECONDS, or when the engine is idle
+MEETING_STEPS = (
+    64  # ranks of a busy engine agree each so many steps, so that nothing is passed between them in the others
+)
 
 
 class Shards:
@@ -79,12 +82,17 @@ def _draft_without_adapters(drafter: nn.Module) -> None:
 
 
 class WorkerSidecar:
-    """Serves one engine: it knows the engine's part of the spool, and the state of its tapped requests."""
+    """Serves one worker of an engine: it knows the engine's part of the spool, and the state of its tapped requests.
+
+    Each tensor-parallel rank of an engine has one. All of them serve the same drafter; rank 0 alone taps and reports, since it has
+    the whole hidden states. Ranks wait for each other only in steps that all of them know for such: where the scheduler's output
+    says so, and never because of what one of them has noticed.
+    """
 
     def __init__(self, worker: Any, engine: EngineFolder, settings: Settings):
-        """Hook into the worker. What can fail comes first, before anything in the engine is changed."""
-        runner = worker.model_runner
-        self._worker, self._settings, self._breaker = worker, settings, Breaker()
+        """Get ready, without waiting for other ranks. `begin` and `hook_in` follow, once this has worked on all of them."""
+        self._worker, self._settings = worker, settings
+        self._breaker = Breaker({"propose"} if worker.parallel_config.world_size > 1 else ())
         self._shards, self._writer = Shards(engine, settings.max_bytes), ThreadPoolExecutor(1, "cotrain-features")
         self._live: dict[str, list[tuple[Versions, int]]] = {}  # segments of tapped requests: versions, tokens before
         self._changed: dict[int, Versions] = {}  # versions that serve from a step on, until its output has come
@@ -92,37 +100,67 @@ class WorkerSidecar:
         cpu.correct()
         if worker.vllm_config.lora_config is not None:
             _draft_without_adapters(worker.get_draft_model())
-        draft, kept = worker.speculative_config.draft_model_config, engine.folder / "kept" / "drafter"
+        draft, kept = worker.speculative_config.draft_model_config, engine.folder / "kept" / f"drafter_{worker.rank}"
         self._weights = ServedWeights(worker.get_draft_model(), draft, kept, worker.get_model())
         self._policy = PolicyWatch(worker, engine.policies)
-        self._policy.write()
         self._state = State(os.getpid(), None, __version__, str(worker.model_config.dtype).removeprefix("torch."))
-        write_json(engine.state, self._state)
+
+    def begin(self) -> None:
+        """Write what the trainer needs to begin. All ranks call it together."""
+        self._policy.write()
+        if self._is_first:
+            write_json(self._shards.engine.state, self._state)
+
+    def hook_in(self) -> None:
+        """Hook into the worker's steps, and notice what they load, from now on."""
+        worker, runner = self._worker, self._worker.model_runner
         if not worker.use_v2_model_runner:
             wrap(runner, "_sample", sample_plainly_without_drafts)
         kind: Any = SpeculatorHook if worker.use_v2_model_runner else DraftingHook
         self._hook: SpeculatorHook | DraftingHook = kind(runner, str, self._guard)
-        self._hook.reads_prompts = settings.adaptive
+        self._hook.reads_prompts = self._settings.adaptive
         wrap(runner, "execute_model", self._execute_model)
         self._policy.hook_in()
 
     def _guard(self, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return None if self._breaker.off else self._breaker.call(hook, *args, **options)
+        return None if self._breaker.stopped else self._breaker.call(hook, *args, **options)
 
     def _execute_model(self, execute: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._policy.finish()  # part of the host's own load of weights, so its errors are the host's
         stamp: Stamp | None = getattr(scheduler_output, "cotrain", None)  # vLLM warms up with steps of its own
         self._hook.draft_length = None if stamp is None else scheduler_output.num_spec_tokens_to_schedule
         if stamp is not None:
-            for prepare in (self._begin_segments, self._take, self._follow_policy, self._swap, self._tap, self._report):
+            num_tokens, ran_before = scheduler_output.total_num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+            starts = num_tokens > 0 and not ran_before.req_ids
+            for prepare in (self._begin_segments, self._take):
                 self._breaker.call(prepare, stamp, scheduler_output)
+            self._breaker.call(self._watch, stamp, starts)
+            if starts or self._is_alone or stamp.offer is not None or stamp.number % MEETING_STEPS == 0:
+                self._agree(stamp)
+                for serve in (self._follow_policy, self._swap, self._write_policy):
+                    self._breaker.call(serve, stamp)
+            if self._is_first:
+                self._breaker.call(self._tap, stamp)
+                self._breaker.call(self._report, stamp)
         return execute(scheduler_output, *args, **kwargs)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._worker.rank == 0
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._worker.parallel_config.world_size == 1
 
     def _take(self, stamp: Stamp, scheduler_output: Any) -> None:
         """Take the features of finished requests. This comes before updates, since their last tokens are of the old versions."""
+        if not self._is_first:
+            return
         method, layers = self._settings.speculative_config["draft_sample_method"], self._settings.aux_layers
         for token_ids, sampling, finished in stamp.finished:
-            if (segments := self._live.pop(finished.name, None)) is not None:
+            if (segments := self._live.pop(finished.name, None)) is None:
+                self._shards.dropped["no features"] += 1  # the policy's head was not written when it began
+            else:
                 earlier = tuple(Segment(before, first, end) for (before, first), (_, end) in pairwise(segments))
                 (versions, start), asked = segments[-1], SamplingParams(*sampling, method)
                 known = finished.name, token_ids, (), finished.prompt_length, versions.policy, asked, layers
@@ -133,17 +171,33 @@ class WorkerSidecar:
         if stamp.finished or stamp.gain is not None or at_once:
             self._writer.submit(self._breaker.call, self._shards.write, stamp.gain, at_once)
 
-    def _follow_policy(self, stamp: Stamp, scheduler_output: Any) -> None:
-        """If the policy's weights changed, count a new version and load the drafter again, which the update may have touched."""
-        starts = scheduler_output.total_num_scheduled_tokens and not scheduler_output.scheduled_cached_reqs.req_ids
+    def _watch(self, stamp: Stamp, starts: bool) -> None:
+        """If the policy's weights changed on this rank, count a new version. starts: no request ran in the step before."""
         if self._policy.is_dirty or (starts and self._policy.has_moved()):
-            self._policy.count()
-            self._hook.tap.policy_version = self._policy.version
-            self._changed[stamp.number] = self._versions
-            if self._shards.engine.state.exists():  # else the trainer is gone, and with it the drafter's files
-                self._serve(self._weights.restore)
+            self._count(stamp)
 
-    def _swap(self, stamp: Stamp, scheduler_output: Any) -> None:
+    def _count(self, stamp: Stamp) -> None:
+        self._policy.count()
+        self._hook.tap.policy_version = self._policy.version
+        self._changed[stamp.number] = self._versions
+
+    def _agree(self, stamp: Stamp) -> None:
+        """Let all ranks know what one has noticed: that hooks have failed, that weights have changed, that the trainer is gone."""
+        has_trainer = os.path.exists(self._shards.engine.state)
+        news = of_all_ranks((self._breaker.failures.copy(), self._policy.is_followed, has_trainer))
+        failures, followed, has_trainers = zip(*news, strict=True)
+        self._breaker.agree(failures)
+        if self._policy.is_followed and not all(followed):
+            self._breaker.call(self._count, stamp)
+        self._policy.is_followed |= not all(has_trainers)  # the drafter's files are gone with the trainer
+
+    def _follow_policy(self, stamp: Stamp) -> None:
+        """Load the drafter again beside a new version of the policy, whose update may have touched it."""
+        if not self._policy.is_followed:
+            self._policy.is_followed = True
+            self._serve(self._weights.restore)
+
+    def _swap(self, stamp: Stamp) -> None:
         if (offer := stamp.offer) is not None:
             try:
                 self._serve(self._weights.update, offer.path, offer.digests)
@@ -157,10 +211,12 @@ class WorkerSidecar:
         with set_current_vllm_config(self._worker.vllm_config):
             action(*args)
 
-    def _tap(self, stamp: Stamp, scheduler_output: Any) -> None:
-        """Tap new requests, for which the trainer needs the head of the policy that serves."""
-        if stamp.tapped or self._live:
+    def _write_policy(self, stamp: Stamp) -> None:
+        """Write the head of the policy that serves, which the trainer needs for the requests that are tapped."""
+        if stamp.tapped or any(tapped for _, tapped in stamp.before):
             self._policy.write()
+
+    def _tap(self, stamp: Stamp) -> None:
         if self._policy.is_written and not self._breaker.off:
             self._live |= {name: [(self._versions, 0)] for name in stamp.tapped}
             self._hook.tap.start(stamp.tapped, self._settings.max_bytes)
@@ -183,7 +239,7 @@ class WorkerSidecar:
                     segments.pop()
                 segments.append((versions, before[name]))
 
-    def _report(self, stamp: Stamp, scheduler_output: Any) -> None:
+    def _report(self, stamp: Stamp) -> None:
         """Write state.json once a second, and at once when versions have changed or a hook has failed for good."""
         now, off = time.perf_counter(), sorted({*stamp.hooks_off, *self._breaker.off})
         reason = f"these hooks have failed: {', '.join(off)}" if off else None

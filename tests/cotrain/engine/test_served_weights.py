@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from cotrain.engine import loading as vllm_weights
-from cotrain.engine.served import READBACK_COLUMNS, ServedWeights
+from cotrain.engine.served import READBACK_COLUMNS, ServedWeights, on_all_ranks
 from cotrain.weights.payload import WeightUpdateRefused, write_payload
 from pipelines.preflight import POLICY_UPDATES_HELD
 from tests.cotrain.engine.conftest import moved
@@ -319,7 +319,7 @@ def test_a_step_that_fails_without_a_word_fails_all_the_same(session):
         raise AssertionError
 
     with pytest.raises(WeightUpdateRefused, match=r"^AssertionError\(\)$"):
-        session.weights[False].on_all_ranks(step)
+        on_all_ranks(step)
 
 
 ATTENTION = (".self_attn.", ".linear_attn.")

@@ -23,6 +23,7 @@ from tests.sidecar_parts import make_spool
 
 CREATE = inspect.unwrap(EngineArgs.create_engine_config)
 MODEL = resolve_model("tiny:llama")
+PLAIN = {"runner_type": "generate", "tensor_parallel_size": 1} | dict.fromkeys(adoption.DIVIDED_OTHERWISE, 1)
 OWN_EXTENSION = "cotrain.engine.worker_extension.CotrainWorker"
 
 
@@ -115,14 +116,18 @@ def test_a_vllm_whose_functions_have_moved_is_left_alone(
     ("changes", "reason"),
     [
         ({"runner_type": "pooling"}, r"is for pooling"),
-        ({"world_size": 2}, r"has 2 ranks: .*single device"),
-        ({"data_parallel_size": 3}, r"has 3 ranks"),
+        ({"data_parallel_size": 3}, r"data_parallel_size is 3: .* tensor_parallel_size alone"),
+        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size is 2"),
+        ({"decode_context_parallel_size": 2}, r"decode_context_parallel_size is 2"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, r"nnodes is 2"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, r"started by ray: .* to mp"),
     ],
 )
 def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, Any], reason: str) -> None:
-    found = {"runner_type": "generate", "world_size": 1, "data_parallel_size": 1}
-    everything = SimpleNamespace(**found)
+    everything = SimpleNamespace(**PLAIN)
     config = SimpleNamespace(use_v2_model_runner=False, model_config=everything, parallel_config=everything)
+    check_config(config)
+    vars(everything).update(tensor_parallel_size=2, distributed_executor_backend="mp")
     check_config(config)
     vars(everything).update(changes)
     with pytest.raises(NotAdopted, match=reason):
@@ -131,7 +136,7 @@ def test_what_vllm_makes_of_the_arguments_is_looked_at_too(changes: dict[str, An
 
 @pytest.mark.parametrize("is_v2", [False, True])
 def test_a_vllm_whose_model_runner_has_moved_is_left_alone(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(runner_type="generate", world_size=1, data_parallel_size=1)
+    found = SimpleNamespace(**PLAIN)
     config = SimpleNamespace(use_v2_model_runner=is_v2, model_config=found, parallel_config=found)
     runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner" if is_v2 else RUNNER
     path = f"{runner}.take_draft_token_ids"
