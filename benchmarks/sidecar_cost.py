@@ -1,10 +1,13 @@
 """What the sidecar costs a host and what it brings: engines of a plain vLLM LLM, with it and without it, in turns.
 
-    python -m benchmarks.sidecar_cost --out runs/sidecar-cost [--parts tiny smollm2 served] [--small] [--trainer key=value]
+    python -m benchmarks.sidecar_cost --out runs/sidecar-cost [--parts tiny smollm2 beside served] [--small] [--trainer key=value]
 
 tiny, smollm2: time of a step of engines that draft nothing, over that of the same host without the sidecar. All live at once
 and take turns step by step, so that what else the machine does weighs on all alike. "For now": the drafter reads on, since
 the length may rise again, as it may by default.
+
+beside: time of a step of one host that uses all cores, while the trainer works beside it with its default priority and threads, over
+that while the trainer is stopped; waves of the two take turns (smollm2).
 
 served: acceptance length and tokens a second without the sidecar, with a drafter that is frozen, with the same one where the
 engine chooses the draft length, and with one that is trained beside the host, before and after an update of the policy that
@@ -33,6 +36,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cotrain.models.loading import resolve_model
 from cotrain.process import threads
 from cotrain.run.provenance import git_state, here_and_now
@@ -41,7 +46,7 @@ from cotrain.transport.spool import Offer, Spool, State, read_json, write_json
 from tests.engine import sidecar_host
 
 MODELS = {"tiny": "tiny:llama", "smollm2": "bundled:smollm2-135m-instruct"}
-PARTS = (*MODELS, "served")
+PARTS = (*MODELS, "beside", "served")
 PLAIN, FROZEN, CHOOSING, TRAINED = "no sidecar", "frozen drafter", "frozen, length chosen", "co-trained"
 ENGINES = {
     "length 0": ({"share": 0.0, "adaptive": False}, 0.01),
@@ -50,7 +55,14 @@ ENGINES = {
     "length 0 for now, tap": ({"share": 1.0, "adaptive": True}, 0.02),
 }
 """Settings of the spool, and how much longer a step may take."""
-SIZES = {"tiny": (30, 3), "smollm2": (8, 1), "first": (100, 4), "before": (30, 5), "after": (120, 10)}
+SIZES = {
+    "tiny": (30, 3),
+    "smollm2": (8, 1),
+    "beside": (10, 2),
+    "first": (100, 4),
+    "before": (30, 5),
+    "after": (120, 10),
+}
 """And with --small. Rounds of the models; waves that make the first drafter, and those before the update and after it."""
 REQUESTS, TOKENS, THREADS, UPDATES = 16, 64, 1, 160
 """Of a wave, of a response, of an engine and of the trainer, and optimizer steps of the policy."""
@@ -100,13 +112,15 @@ class TimedHost(sidecar_host.Host):
         self.llm.reset_prefix_cache()
 
 
-def started(stack: ExitStack, model: Path, scratch: Path, spools: dict[str, Any]) -> dict[str, Any]:
-    """A host for each spool, and one that has none. The engine works in the host's own process."""
+def started(
+    stack: ExitStack, model: Path, scratch: Path, spools: dict[str, Any], threads_each: int = THREADS
+) -> dict[str, Any]:
+    """A host for each spool; PLAIN may have none. The engine works in the host's own process."""
     from tests.sidecar_parts import host_environment
 
     hosts = {}
-    for name in (PLAIN, *spools):
-        environment = host_environment(scratch, spools.get(name), THREADS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    for name, spool in spools.items():
+        environment = host_environment(scratch, spool, threads_each) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         hosts[name] = stack.enter_context(sidecar_host.running_host(model, environment, script=__file__))
         say(f"the host '{name}' is ready")
     return hosts
@@ -126,7 +140,7 @@ def overhead(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
     for spool in spools.values():
         write_json(spool.current, Offer(on=False))
     with ExitStack() as stack:
-        hosts = started(stack, model, scratch, spools)
+        hosts = started(stack, model, scratch, {PLAIN: None, **spools})
         turns, steps, counted = deque(hosts), list[dict[str, Any]](), dict[str, dict[str, float]]()
         for number in range(-1, rounds):  # the first round warms up
             for host in hosts.values():
@@ -179,24 +193,60 @@ def overhead_table(found: dict[str, Any]) -> str:
 
 
 @contextmanager
-def trainer(spool: Any, fields: Sequence[str], scratch: Path, log: Path) -> Iterator[Callable[[], Any]]:
-    """`cotrain sidecar`, stopped but inside of the contexts that the yielded function returns."""
-    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", MODELS["tiny"], "--share", "1", *fields]
+def trainer(
+    spool: Any, fields: Sequence[str], scratch: Path, log: Path, model: str = MODELS["tiny"]
+) -> Iterator[Callable[[], Any]]:
+    """`cotrain sidecar`, stopped but inside of the contexts that the yielded function returns, which yield its psutil.Process."""
+    command = [sys.executable, "-m", "pipelines.cli", "sidecar", "--model", model, "--share", "1", *fields]
     command += ["--spool", str(spool.folder), f"run_root={scratch}/runs"]
     command = ["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))} 2>&1"]
     with trainer_beside(command, spool.folder) as process:
 
         @contextmanager
-        def works() -> Iterator[None]:
+        def works() -> Iterator[Any]:
             assert process.poll() is None, f"the trainer has ended; {log} says why"
             process.send_signal(signal.SIGCONT)
-            yield
+            yield psutil.Process(process.pid)
             process.send_signal(signal.SIGSTOP)
 
         try:
             yield works
         finally:
             process.send_signal(signal.SIGCONT)
+
+
+def beside(rounds: int, fields: Sequence[str], log: Path, scratch: Path) -> list[dict[str, Any]]:
+    """Waves: whether the trainer worked, seconds of a step, and how many cores the trainer used."""
+    waves, model, spool = list[dict[str, Any]](), MODELS["smollm2"], Spool(scratch / "spool")
+    with ExitStack() as stack:
+        works = stack.enter_context(trainer(spool, fields, scratch, log, model))
+        cores = threads.num_cores()
+        (host,) = started(stack, resolve_model(model), scratch, {TRAINED: spool}, cores).values()
+        for number in range(2 * rounds + 2):
+            with works() if number % 2 else nullcontext() as process:
+                before = sum(process.cpu_times()[:2]) if process else 0.0
+                host("begin_wave", number)
+                seconds = [clock for clock, _ in host("steps", sys.maxsize)]
+                used = (sum(process.cpu_times()[:2]) if process else 0.0) - before
+            found = {"works": bool(number % 2), "steps": len(seconds), "step_s": sum(seconds) / len(seconds)}
+            waves.append(found | {"cores": used / sum(seconds)})
+            say(f"wave {number} beside the trainer: {waves[-1]}")
+    return waves[2:]  # the first two fill the trainer's buffer
+
+
+def beside_table(waves: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    import numpy as np
+    import pandas as pd
+
+    frame = pd.DataFrame(waves)
+    pairs = frame["step_s"].to_numpy().reshape(-1, 2)
+    ratio = np.log(pairs[:, 1] / pairs[:, 0])
+    error = ratio.std(ddof=1) / len(ratio) ** 0.5
+    table = (
+        frame.groupby("works")[["steps", "step_s", "cores"]].mean().rename(columns={"cores": "cores of the trainer"})
+    )
+    return f"{table.to_markdown()}\n\nA step takes {np.exp(ratio.mean()) - 1:+.1%} ± {error:.1%} beside the trainer that works."
 
 
 def moved(model: Path, folder: Path) -> Path:
@@ -229,7 +279,7 @@ def served(size: dict[str, int], fields: Sequence[str], log: Path, scratch: Path
             CHOOSING: make_spool(scratch / "choosing", model, first, share=0.0, adaptive=True),
             TRAINED: spool,
         }
-        hosts = started(stack, model, scratch, spools)
+        hosts = started(stack, model, scratch, {PLAIN: None, **spools})
 
         def wave(arm: str, number: int) -> None:
             before = hosts[arm]("counts")
@@ -296,10 +346,10 @@ def served_table(found: dict[str, Any], out: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all three")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--small", action="store_true", help="a few rounds, which show that it works and nothing else")
     parser.add_argument(
-        "--trainer", nargs="+", default=[], metavar="key=value", help="fields of the trainer, for served"
+        "--trainer", nargs="+", default=[], metavar="key=value", help="fields of the trainer, for beside and served"
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True)
@@ -320,6 +370,9 @@ def main() -> None:
             if part == "served":
                 found = served(size, options["trainer"], args.out / "trainer.log", Path(scratch))
                 text = served_table(found, args.out)
+            elif part == "beside":
+                found = {"waves": beside(size[part], args.trainer, args.out / "beside.log", Path(scratch))}
+                text = beside_table(found["waves"])
             else:
                 found = overhead(MODELS[part], size[part], Path(scratch))
                 text = overhead_table(found)
