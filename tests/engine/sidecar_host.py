@@ -76,11 +76,15 @@ class Host:
         return {names[m.name]: int(m.value) for m in self.llm.get_metrics() if m.name in names}
 
     def load(self, file: str) -> None:
-        """What TRL does: one parameter at a time into the model, without any session of vLLM's."""
+        """What TRL does: one parameter at a time into the model, without any session of vLLM's.
+
+        As in verl, whose weights come in buckets, the memory of a tensor is used again after the call.
+        """
         from safetensors.torch import load_file
 
         for name, tensor in load_file(file).items():
             self._model.load_weights([(name, tensor)])
+            tensor.fill_(float("nan"))
         self.llm.reset_prefix_cache()
 
     def fill(self, folder: str) -> None:

@@ -196,3 +196,11 @@ def test_a_hook_that_fails_on_one_rank_ends_drafting_on_both(ranks: Sidecar) -> 
     assert "broken" in str(ranks.state.reason)
     before = ranks.host("counts")["drafts"]
     assert ranks.greedy() == expected and ranks.host("counts")["drafts"] == before
+
+
+def test_both_ranks_outlive_the_trainer(ranks: Sidecar, target_folder: Path) -> None:
+    """The text is that after an update, for which the drafter would be loaded again."""
+    expected = ranks.greedy()
+    ranks.spool.remove()
+    ranks.host("fill", str(target_folder))
+    assert ranks.greedy() == expected

@@ -49,7 +49,8 @@ class PolicyWatch:
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Let a host load weights, into a CPU build even outside of vLLM's own update and one parameter at a time.
 
-        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. Errors in here are the host's,
+        The CPU build keeps linear weights packed, so a plain load has nowhere to write to. vLLM then keeps tensors until it has all
+        of a layer, so it gets copies: hosts such as verl use the same memory for the next ones. Errors in here are the host's,
         because this is part of its own load. `finish` ends the load before the next step.
         """
         self.is_dirty = True
@@ -58,6 +59,9 @@ class PolicyWatch:
         if packs and not any(p.is_meta for p in self._model.parameters()):
             initialize_layerwise_reload(self._model)
             self._opened = True
+        if self._opened:
+            weights, *rest = args or (kwargs.pop("weights"),)
+            args = ((name, tensor.clone()) for name, tensor in weights), *rest
         with set_current_vllm_config(self._worker.vllm_config):
             return load(*args, **kwargs)
 
