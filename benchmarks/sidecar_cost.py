@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -216,7 +217,7 @@ def trainer(
 
 
 def beside(rounds: int, fields: Sequence[str], log: Path, scratch: Path) -> list[dict[str, Any]]:
-    """Waves: whether the trainer worked, seconds of a step, and how many cores the trainer used."""
+    """Waves: whether the trainer worked, seconds of a step, and how many cores host and trainer used."""
     waves, model, spool = list[dict[str, Any]](), MODELS["smollm2"], Spool(scratch / "spool")
     with ExitStack() as stack:
         works = stack.enter_context(trainer(spool, fields, scratch, log, model))
@@ -226,10 +227,11 @@ def beside(rounds: int, fields: Sequence[str], log: Path, scratch: Path) -> list
             with works() if number % 2 else nullcontext() as process:
                 before = sum(process.cpu_times()[:2]) if process else 0.0
                 host("begin_wave", number)
-                seconds = [clock for clock, _ in host("steps", sys.maxsize)]
+                seconds, computed = zip(*host("steps", sys.maxsize), strict=True)
                 used = (sum(process.cpu_times()[:2]) if process else 0.0) - before
-            found = {"works": bool(number % 2), "steps": len(seconds), "step_s": sum(seconds) / len(seconds)}
-            waves.append(found | {"cores": used / sum(seconds)})
+            found = {"works": bool(number % 2), "mean_s": sum(seconds) / len(seconds), "median_s": median(seconds)}
+            found |= {"longest_s": max(seconds), "host_cores": sum(computed) / sum(seconds)}
+            waves.append(found | {"steps": len(seconds), "trainer_cores": used / sum(seconds)})
             say(f"wave {number} beside the trainer: {waves[-1]}")
     return waves[2:]  # the first two fill the trainer's buffer
 
@@ -239,14 +241,15 @@ def beside_table(waves: list[dict[str, Any]]) -> str:
     import numpy as np
     import pandas as pd
 
-    frame = pd.DataFrame(waves)
-    pairs = frame["step_s"].to_numpy().reshape(-1, 2)
-    ratio = np.log(pairs[:, 1] / pairs[:, 0])
-    error = ratio.std(ddof=1) / len(ratio) ** 0.5
-    table = (
-        frame.groupby("works")[["steps", "step_s", "cores"]].mean().rename(columns={"cores": "cores of the trainer"})
-    )
-    return f"{table.to_markdown()}\n\nA step takes {np.exp(ratio.mean()) - 1:+.1%} ± {error:.1%} beside the trainer that works."
+    frame, lines = pd.DataFrame(waves), list[str]()
+    for kind in ("mean", "median"):
+        pairs = frame[f"{kind}_s"].to_numpy().reshape(-1, 2)
+        ratio = np.log(pairs[:, 1] / pairs[:, 0])
+        error = ratio.std(ddof=1) / len(ratio) ** 0.5
+        lines.append(
+            f"By the {kind}, a step takes {np.exp(ratio.mean()) - 1:+.1%} ± {error:.1%} beside a working trainer."
+        )
+    return "\n\n".join([frame.groupby("works").mean().to_markdown(), *lines])
 
 
 def moved(model: Path, folder: Path) -> Path:
@@ -384,6 +387,7 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1].isdigit():
         sidecar_host.Host = TimedHost  # type: ignore[misc]
-        sidecar_host.main(int(sys.argv[1]), sys.argv[2])
+        with ExitStack() as hosts:
+            sidecar_host.main(hosts, int(sys.argv[1]), sys.argv[2])
     else:
         main()

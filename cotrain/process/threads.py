@@ -7,6 +7,8 @@ and on a small machine they spin against the process whose turn it is: SmolLM2-1
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -47,3 +49,32 @@ def engine_environment(num_threads: int | None = None, num_ranks: int = 1) -> di
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def low_priority(by: int) -> Iterator[None]:
+    """Lower the priority of this process on the CPU by so much, and in the body that of its session, if it has one to itself.
+
+    Linux shares the CPU among sessions first (autogroups, see sched(7)). There the priority of a process counts within its session alone.
+    """
+    priority, group, before = os.nice(by), Path("/proc/self/autogroup"), None
+    with suppress(OSError):  # this system has no such groups
+        if _has_session():
+            before = group.read_text().split()[-1]
+            group.write_text(str(priority))
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(OSError):
+                group.write_text(before)
+
+
+def _has_session() -> bool:
+    """Does this process lead its session, or is it in the foreground of the session's terminal?"""
+    if os.getsid(0) == os.getpid():
+        return True
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False  # its input is no terminal

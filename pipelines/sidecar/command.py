@@ -17,6 +17,7 @@ from pathlib import Path
 from cotrain.config.sidecar import SidecarConfig, load_sidecar
 from cotrain.engine.host.adoption import CHECK_VARIABLE
 from cotrain.process.children import two_stage_stop
+from cotrain.process.threads import low_priority
 from cotrain.run.console import aligned
 from cotrain.sidecar.launch import CAUSES, run_host, trainer_beside
 from cotrain.transport.spool import VARIABLE, Verdict
@@ -49,9 +50,7 @@ def sidecar(arguments: Sequence[str]) -> int:
     config = _configured(options)
     if options.share is None and "share" not in config.model_fields_set:
         raise ValueError("--share: say which share of the requests may be trained on, for example --share 0.1")
-    os.nice(config.nice)
     os.environ |= {"OMP_NUM_THREADS": str(config.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}  # before torch is imported
-    from cotrain.sidecar.service import serve
 
     def ready(folder: str) -> str:
         model = folder if ":" in config.model else config.model  # vLLM does not know names like bundled:...
@@ -59,7 +58,9 @@ def sidecar(arguments: Sequence[str]) -> int:
         return f"\nstart the engine in another terminal:\n  {line}" if parent is None else ""
 
     parent = options.with_parent
-    with two_stage_stop(print, "round") as asked:
+    with low_priority(config.nice), two_stage_stop(print, "round") as asked:
+        from cotrain.sidecar.service import serve  # its threads get the priority
+
         stop = asked if parent is None else lambda: asked() or os.getppid() != parent  # it ends when its parent does
         seen = serve(config, options.resume is not None, stop, ready)
     print(summary(config.run_root / config.name, *seen), flush=True)

@@ -67,3 +67,27 @@ print(threads.num_cores())
 def test_cores_are_those_of_this_process():
     out = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, check=True)
     assert out.stdout == "1\n"
+
+
+PRIORITY = """
+import os
+from pathlib import Path
+from cotrain.process.threads import low_priority
+
+group = Path("/proc/self/autogroup")
+own = lambda: group.read_text().split()[-1] if group.exists() else "none"
+before = own()
+with low_priority(7):
+    print(os.nice(0), before, own())
+assert own() == before
+"""
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_priority_of_a_process_is_that_of_the_session_that_it_leads(leads: bool) -> None:
+    """Else it would count among the session's own processes alone, and a host in another session would get no more than its half."""
+    run = subprocess.run([sys.executable, "-c", PRIORITY], start_new_session=leads, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    priority, before, after = run.stdout.split()
+    assert int(priority) == os.nice(0) + 7
+    assert after == (before if before == "none" or not leads else priority)
