@@ -60,7 +60,7 @@ class SidecarConfig(Section):
     )
     """CPU threads of the trainer, which may share the cores with the host."""
     nice: Annotated[int, Field(ge=0, le=19)] = 19
-    """By how much the trainer's priority on the CPU is below that of processes like the host's (0: the same, 19: the most)."""
+    """By how much the trainer's priority on the CPU, and its session's, is below that of processes like the host's (0: the same, 19: the most)."""
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

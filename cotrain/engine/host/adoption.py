@@ -142,12 +142,11 @@ def init_device(original: Callable[..., Any], wrapper: Any) -> Any:
 def _load_and_attach(worker: Any, load_model: Callable[..., None], *args: Any, **options: Any) -> None:
     """Load the model and attach the sidecar. If it cannot attach, the engine drafts nothing and its state.json says why."""
     load_model(*args, **options)
-    instance = worker.vllm_config.instance_id
+    instance, spool = worker.vllm_config.instance_id, Spool(os.environ.get(VARIABLE, ""))
     try:
         from cotrain.engine.host.worker import WorkerSidecar
         from cotrain.engine.served import on_all_ranks
 
-        spool = Spool(os.environ[VARIABLE])
         sidecar = on_all_ranks(lambda: WorkerSidecar(worker, spool.join(instance), spool.settings()))
         on_all_ranks(sidecar.begin)
         sidecar.hook_in()

@@ -33,9 +33,7 @@ from cotrain.weights.payload import WeightUpdateRefused
 from drafters.base import SamplingParams
 
 SHARD_ROLLOUTS = 32  # rollouts of a shard; fewer suffice after REPORT_SECONDS, or when the engine is idle
-MEETING_STEPS = (
-    64  # ranks of a busy engine agree each so many steps, so that nothing is passed between them in the others
-)
+MEETING_STEPS = 64  # ranks of a busy engine agree each so many steps, and pass nothing to each other in the others
 
 
 class Shards:
