@@ -141,7 +141,7 @@ def test_the_trainer_leaves_the_cores_to_the_host(arguments: list[str], threads:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "64"}
     command = [sys.executable, "-c", TRAINER, *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    priority = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    priority = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 19)
     assert result.stdout == f"{threads} False {priority} True\n", result.stderr
 
 
