@@ -155,4 +155,7 @@ def _load_and_attach(worker: Any, load_model: Callable[..., None], *args: Any, *
         with suppress(OSError, ValueError):
             spool.check()
             if worker.rank == 0:
-                write_json(spool.engine(instance).state, State(os.getpid(), f"{type(error).__name__}: {error}"))
+                write_json(
+                    spool.engine(instance).state,
+                    State(os.getpid(), f"{type(error.__cause__ or error).__name__}: {error}"),
+                )
