@@ -59,8 +59,8 @@ def low_priority(by: int) -> Iterator[None]:
     """
     priority, group, before = os.nice(by), Path("/proc/self/autogroup"), None
     with suppress(OSError):  # this system has no such groups
-        if _has_session():
-            before = group.read_text().split()[-1]
+        if _has_session() and (share := group.read_text().split()):  # empty where a cgroup has its own share of the CPU
+            before = share[-1]
             group.write_text(str(priority))
     try:
         yield

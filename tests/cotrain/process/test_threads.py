@@ -75,7 +75,8 @@ from pathlib import Path
 from cotrain.process.threads import low_priority
 
 group = Path("/proc/self/autogroup")
-own = lambda: group.read_text().split()[-1] if group.exists() else "none"
+share = lambda: group.read_text().split() if group.exists() else []  # empty where a cgroup has its own share
+own = lambda: share()[-1] if share() else "none"
 before = own()
 with low_priority(7):
     print(os.nice(0), before, own())
