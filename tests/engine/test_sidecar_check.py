@@ -25,9 +25,9 @@ print("a model would be loaded now")
         pytest.param(
             *(
                 ["--model", "tiny:llama"],
-                '{"enable_lora": true}',
+                '{"pipeline_parallel_size": 2}',
                 1,
-                "enable_lora, and the drafter learns from one set",
+                "pipeline_parallel_size is 2: an engine may be divided by tensor_parallel_size alone",
             ),
             marks=pytest.mark.long,
         ),
