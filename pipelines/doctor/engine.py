@@ -120,11 +120,8 @@ def context(folder: Path) -> str:
 def sidecar(folder: Path) -> str:
     """`cotrain run` trains a drafter beside an engine with vLLM's own defaults, whose greedy text stays the same."""
     own = [f"run_root={folder}", f"spool={folder}/spool", f"tracking.uri=sqlite:///{folder}/mlflow.db"]
-    own += [
-        "name=sidecar",
-        "adaptive=false",
-        "nice=0",
-    ]  # this host leaves no pause, in which a trainer of low priority would work
+    # This host leaves no pause in which a trainer of low priority would work.
+    own += ["name=sidecar", "adaptive=false", "nice=0"]
     host = [sys.executable, "-c", HOST, str(resolve_model(TINY_MODEL)), _dtype()]
     output = output_of("-m", "pipelines.cli", "run", "--model", TINY_MODEL, *DRAFTER, *own, "--", *host)
     swaps = sum(row.get("drafter/published") or 0 for row in read_rows(folder / "sidecar" / "metrics.jsonl"))
